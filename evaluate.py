@@ -242,17 +242,18 @@ def load_data(
     config: EvaluateConfig, vocabulary: Vocabulary, rewards: "RewardFunctions"
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """The pairs to judge and the prompts to sample from, both of the test split; [] of none."""
-
-    def load_rows(name: str, kind: str, number: int) -> Sequence[Example]:
-        split_name = split_of(name, config)
-        return data.load_examples(config, name, split_name, kind, vocabulary, number)
+    from common.text.tokenise import load_examples
 
     pairs: Sequence[Example] = []
     prompts: Sequence[Example] = []
     if config.score_pairs:
-        pairs = load_rows(config.dataset_name, "preference", config.num_eval_rows)
+        name, number = config.dataset_name, config.num_eval_rows
+        pairs = load_examples(
+            config, name, split_of(name, config), "preference", vocabulary, number
+        )
     if config.generates:
-        prompts = load_rows(config.prompts_dataset_name, "prompts", config.num_prompts)
+        name, number = config.prompts_dataset_name, config.num_prompts
+        prompts = load_examples(config, name, split_of(name, config), "prompts", vocabulary, number)
     rewards.check_messages(pairs)
     rewards.check_rows(prompts)
     return pairs, prompts

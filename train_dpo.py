@@ -154,8 +154,7 @@ def load_pairs(
 
     if config.pairs_from == "dataset":
         return data.load_splits(config, "preference", vocabulary)
-    name, split, number = config.dataset_name, config.dataset_test_split, config.num_eval_rows
-    eval_set = data.load_examples(config, name, split, "preference", vocabulary, number)
+    eval_set = data.load_held_out_pairs(config, config.dataset_name, vocabulary, is_trained_on=True)
     train_set = pairs_of_run(config, vocabulary, model_config, mesh, is_resumed=is_resumed)
     return train_set, eval_set
 

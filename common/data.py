@@ -1,6 +1,6 @@
 """Examples, their order, and each rank's micro-batches.
 
-`load_examples` returns the rows of a split as token ids (made in `text/tokenise.py`), `BatchOrder`
+`load_splits` returns the rows of a stage as token ids (made in `text/tokenise.py`), `BatchOrder`
 the rows of each rank as a function of the step; `micro_batches` packs them by length.
 """
 
@@ -8,12 +8,10 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from common import distributed
-from common.config.fields import AUTO
 from common.config.stages import CommonConfig, RowsConfig, TrainConfig
 from common.errors import UserError
 from common.noise import permutation
@@ -25,49 +23,43 @@ MOST_FILLER = 10_000  # largest batch, fillers included, where the data set has 
 order_of_epoch = functools.lru_cache(1)(permutation)
 
 
-def load_examples(
-    config: CommonConfig,
-    dataset_name: str,
-    split: str,
-    kind: str,
-    vocabulary: Vocabulary,
-    num_rows: int = 0,
-) -> Sequence[Example]:
-    """Read, check and tokenise one split, and print what was lost; [] for an empty name.
-
-    `kind` is `sft`, `preference` or `prompts`. Collective.
-    """
-    from common.text import reading, tokenise
-
-    if split == AUTO and dataset_name:  # for evaluation only: a single file is its split
-        path = Path(dataset_name).expanduser()
-        is_file = path.is_file()
-        split = path.name.split(".")[0] if is_file else reading.test_split(config, dataset_name)
-        if not split:
-            distributed.print_rank0(f"{dataset_name} has no held-out split: no evaluation on it")
-    if not dataset_name or not split:
-        return []
-    return tokenise.load(config, dataset_name, split, kind, vocabulary, num_rows)
-
-
 def load_splits(
     config: TrainConfig, kind: str, vocabulary: Vocabulary
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-    """The training and the held-out examples of a stage; the latter [] without a test split."""
-    from common.text import reading
+    """The training and the held-out examples of a stage; the latter [] where there are none.
+
+    For SFT on conversations it prints the first row as it is trained. `kind` as in
+    `tokenise.load_examples`. Collective.
+    """
+    from common.text import reading, tokenise
 
     name = config.dataset_name
-    train, test = config.dataset_train_split, reading.test_split(config, name)
-    if config.dataset_test_split == AUTO and not test:
-        tried = " or ".join(reading.TEST_SPLITS)
-        distributed.print_rank0(f"{name} has no split {tried}: trained without evaluation")
-    train_set = load_examples(config, name, train, kind, vocabulary, config.num_train_rows)
+    held_out = reading.held_out_split(config, name, is_trained_on=True)
+    train_set = tokenise.load_examples(
+        config, name, config.dataset_train_split, kind, vocabulary, config.num_train_rows
+    )
     if kind == "sft" and config.num_sample_prompts and train_set[0].messages:
-        from common.text import tokenise
-
         shown = tokenise.marked(train_set[0], vocabulary.tokenizer)
         distributed.print_rank0(f"  row {train_set[0].row + 1}, [[trained]]: {shown}")
-    return train_set, load_examples(config, name, test, kind, vocabulary, config.num_eval_rows)
+    eval_set = tokenise.load_examples(
+        config, name, held_out, kind, vocabulary, config.num_eval_rows
+    )
+    return train_set, eval_set
+
+
+def load_held_out_pairs(
+    config: TrainConfig, dataset_name: str, vocabulary: Vocabulary, *, is_trained_on: bool
+) -> Sequence[Example]:
+    """The held-out pairs of a data set; [] for an empty name, or where there are none. Collective.
+
+    `is_trained_on`: the run trains on other rows of it.
+    """
+    from common.text import reading, tokenise
+
+    split = reading.held_out_split(config, dataset_name, is_trained_on=is_trained_on)
+    return tokenise.load_examples(
+        config, dataset_name, split, "preference", vocabulary, config.num_eval_rows
+    )
 
 
 def lengths(examples: Sequence[Example]) -> torch.Tensor:

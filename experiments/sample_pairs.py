@@ -17,7 +17,7 @@ from common.model import load
 from common.pairs.config import RolloutPairConfig, refuse_rollouts
 from common.pairs.from_rollouts import pairs_from_rollouts
 from common.record.run_folder import save_run_files
-from common.text.reading import test_split
+from common.text.reading import held_out_split
 
 
 @dataclass
@@ -37,7 +37,7 @@ def main(config: PairsConfig) -> None:
     path, mesh = config.model_name_or_path, distributed.mesh(config.num_replicas)
     if distributed.is_rank0():
         save_run_files(Path(config.output_dir), config, distributed.world_size())
-    held_out = test_split(config, config.dataset_name)
+    held_out = held_out_split(config, config.dataset_name, is_trained_on=True)
     if not held_out:
         raise UserError("--dataset_test_split is required: pairs to evaluate on are made too.")
     splits = {

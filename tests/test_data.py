@@ -20,7 +20,6 @@ from common.config.stages import TrainConfig
 from common.data import (
     BatchOrder,
     Example,
-    load_examples,
     load_splits,
     micro_batches,
     prompts,
@@ -29,7 +28,7 @@ from common.errors import UserError
 from common.text import synthetic
 from common.text.reading import load_rows
 from common.text.rows import Row
-from common.text.tokenise import count_boundary_merges, tokenize_rows
+from common.text.tokenise import count_boundary_merges, load_examples, tokenize_rows
 from common.text.truncate import (
     closing_cue,
     cut_body,
@@ -392,7 +391,7 @@ def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
     long_title = "TITLE: " + "long " * 60 + "\n\nPOST: p\n\nTL;DR:"
     rows = [
         {"prompt": "p", "chosen": " a", "rejected": " b"},
-        {"prompt": "p", "chosen": " a", "rejected": " b"},  # duplicate
+        {"prompt": "p", "chosen": " a", "rejected": " b"},
         {"prompt": "p", "chosen": "\nlate", "rejected": " b"},  # empty before its stop
         {"prompt": "p", "chosen": " b\nx", "rejected": " b\ny"},  # identical up to the stop
         {"prompt": "p", "chosen": " 1 2 3 4", "rejected": " 1 2 3 5"},  # identical when cut
@@ -405,7 +404,6 @@ def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
     assert (report.num_rows, report.num_kept, report.num_dropped) == (7, 3, 4)
     expected = {"empty completion": 1, "identical pair": 2, "prompt over max_prompt_length": 1}
     assert report.dropped == expected
-    assert report.num_duplicates == 1
     assert report.num_completions_truncated == 1
     assert report.prompt_lengths == [1, 1, 1, 1]
     assert report.completion_lengths == [2, 3, 3, 3]  # 2 2 2 2 2 3
@@ -424,9 +422,7 @@ def test_the_report_is_two_lines(gpt2):
     rows = [{"prompt": "p " * n, "completion": " c"} for n in range(1, 101)]
     _, report = tokenize(rows, gpt2, max_prompt_length=99)
     lines = str(report).split("\n")
-    assert lines[0] == (
-        "train: 100 of 100 rows, truncated 2 prompts and 0 completions, 0 duplicates"
-    )
+    assert lines[0] == ("train: 100 of 100 rows, truncated 2 prompts and 0 completions")
     assert "prompt 51/91/99/99" in lines[1]  # "p p p " is n + 1 tokens
     assert "completion 2/2/2/2; 0 of 100 would merge" in lines[1]
     assert len(lines) == 2
@@ -484,11 +480,12 @@ def test_a_file_that_is_only_evaluated_on_is_its_own_split(tmp_path, capsys):
     vocabulary = tiny.vocabulary(of=synthetic.train_tokenizer())
 
     def load(path: Path) -> Any:
-        return load_examples(config, str(path), "auto", "preference", vocabulary)
+        return data.load_held_out_pairs(config, str(path), vocabulary, is_trained_on=False)
 
     assert len(load(tmp_path / "own.jsonl")) == 3
     assert load(tmp_path) == []
-    assert f"{tmp_path} has no held-out split: no evaluation on it" in capsys.readouterr().out
+    note = f"{tmp_path} has no split validation or test: no evaluation on it"
+    assert note in capsys.readouterr().out
 
 
 def test_rows_of_the_real_pairs_are_kept(gpt2):

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import noise
-from common.data import load_examples
 from common.errors import UserError
 from common.forward import Policy
 from common.padding import MAKERS, padded_batch, shared_prefix_batch
@@ -27,7 +26,7 @@ from common.sampling.sampler import Rollouts, Sampler
 from common.text.chat import is_messages
 from common.text.reading import load_rows
 from common.text.rows import COMPLETION_COLUMNS, Row
-from common.text.tokenise import tokenize_rows
+from common.text.tokenise import load_examples, tokenize_rows
 from common.text.truncate import closing_cue, split_prompt
 
 pytestmark = pytest.mark.usefixtures("process_group")

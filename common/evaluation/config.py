@@ -1,7 +1,6 @@
 """The configuration of an evaluation."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 from common.config.fields import AUTO, REPORT_TO, flag, free_flag, path_flag
@@ -99,12 +98,9 @@ def with_pairs_known(config: EvaluateConfig) -> EvaluateConfig:
 
 
 def split_of(name: str, config: EvaluateConfig) -> str:
-    """The split to evaluate on: of a single file that file, unless the flag names one."""
-    from common.text.reading import test_split
+    """The split of a data set to evaluate on; a UserError if there is none."""
+    from common.text.reading import held_out_split
 
-    path = Path(name).expanduser()
-    if path.is_file() and config.dataset_test_split == AUTO:
-        return path.name.split(".")[0]
-    if split := test_split(config, name):
+    if split := held_out_split(config, name):
         return split
     raise UserError(f"{name} has no split to evaluate on; name one by --dataset_test_split.")

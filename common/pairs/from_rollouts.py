@@ -33,6 +33,7 @@ from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.sampling.vllm.sampler import new_sampler
 from common.text.example import Vocabulary
+from common.text.tokenise import load_examples
 
 PAIRS_FILE = "pairs.tokens"  # in a run's folder, JSON lines: its flags, then the sampled pairs
 
@@ -78,7 +79,7 @@ def pairs_from_rollouts(
     A function of the seed, the prompts and the weights.
     """
     name, split = config.dataset_name, config.dataset_train_split
-    prompts = data.load_examples(config, name, split, "prompts", vocabulary, config.num_train_rows)
+    prompts = load_examples(config, name, split, "prompts", vocabulary, config.num_train_rows)
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
     scorer.check_rows(prompts)
     order = data.BatchOrder.of_training(config, data.num_tokens(prompts))

@@ -63,7 +63,8 @@ def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]
     options, others = _template_options(raw), other_columns(raw, kind)
     asked = _without_null(raw["prompt"])
     chats = [_without_null(raw[name]) for name in COMPLETION_COLUMNS[kind]]  # K lists of messages
-    is_decoded = _decode_arguments([[*asked, *chat] for chat in chats or [[]]], tokenizer, options)
+    for messages in [[*asked, *chat] for chat in chats] or [asked]:
+        _decode_arguments(messages, tokenizer, options)
     begun = [asked.pop()] if asked[-1]["role"] == "assistant" else []
     for chat in chats if begun else ():
         chat[0] = {**chat[0], "content": content(begun[0]) + content(chat[0])}
@@ -82,8 +83,7 @@ def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]
         is_partial = any(
             _leaves_out(answer, opening + text) for answer, text in zip(answers, texts, strict=True)
         )
-        messages = [*before, *begun]
-        rows.append(Row(prompt, texts, kind, others, number, messages, is_partial, is_decoded))
+        rows.append(Row(prompt, texts, kind, others, number, [*before, *begun], is_partial))
     return rows
 
 
@@ -105,35 +105,27 @@ def _is_trained(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and not is_off
 
 
-def _calls(messages: Sequence[dict[str, Any]], *, with_text: bool = False) -> list[dict[str, Any]]:
-    """Name and arguments of each function that messages call, or only those in text."""
+def _calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Name and arguments of each function that messages call."""
     calls = (call for message in messages for call in message.get("tool_calls") or ())
-    functions = [call.get("function", call) for call in calls]
-    return [f for f in functions if isinstance(f.get("arguments"), str) or not with_text]
+    return [call.get("function", call) for call in calls]
 
 
 def _decode_arguments(
-    chats: Sequence[Sequence[dict[str, Any]]], tokenizer: Any, options: dict[str, Any]
-) -> bool:
-    """Decode tool arguments in JSON text, in place, where the template needs objects."""
-    needs_objects = any(_needs_objects(messages, tokenizer, options) for messages in chats)
-    if needs_objects:
-        for call in (call for messages in chats for call in _calls(messages, with_text=True)):
-            with contextlib.suppress(ValueError):  # it is no JSON
-                call["arguments"] = json.loads(call["arguments"])
-    return needs_objects
-
-
-def _needs_objects(
     messages: Sequence[dict[str, Any]], tokenizer: Any, options: dict[str, Any]
-) -> bool:
-    """Whether a template escapes the JSON text of tool arguments, or cannot read it."""
-    texts = [call["arguments"] for call in _calls(messages, with_text=True)]
-    try:
-        whole = rendered(tokenizer, messages, options) if texts else ""
-    except UserError:
-        return True
-    return any(json.dumps(text, ensure_ascii=False) in whole for text in texts)
+) -> None:
+    """Decode tool arguments in JSON text, in place, if the template escapes or refuses the text."""
+    calls = [call for call in _calls(messages) if isinstance(call.get("arguments"), str)]
+    if not calls:
+        return
+    escaped = [json.dumps(call["arguments"], ensure_ascii=False) for call in calls]
+    with contextlib.suppress(UserError):
+        whole = rendered(tokenizer, messages, options)
+        if not any(text in whole for text in escaped):
+            return
+    for call in calls:
+        with contextlib.suppress(ValueError):  # it is no JSON
+            call["arguments"] = json.loads(call["arguments"])
 
 
 def _leaves_out(answer: dict[str, Any], text: str) -> bool:

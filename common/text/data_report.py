@@ -43,13 +43,11 @@ class DataReport:
     first_dropped: int = 0  # its row, counted from 1
     num_prompts_truncated: int = 0
     num_completions_truncated: int = 0
-    num_duplicates: int = 0
     num_boundary_merges: int = 0
     num_boundaries_checked: int = 0
     prompt_lengths: Sequence[int] = ()
     completion_lengths: Sequence[int] = ()
-    conversations: str = ""  # lines on them and their answers
-    notes: list[str] = field(default_factory=list)  # on the rows as they were read
+    num_conversations: int = 0  # if rows are their answers
 
     @property
     def num_dropped(self) -> int:
@@ -65,10 +63,9 @@ class DataReport:
         """Lines to print."""
         dropped = f" ({self.drop_counts})" if self.num_dropped else ""
         lines = [
-            *self.notes,
-            f"{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
-            f"{self.num_prompts_truncated} prompts and {self.num_completions_truncated} "
-            f"completions, {self.num_duplicates} duplicates",
+            f"{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, "
+            f"truncated {self.num_prompts_truncated} prompts and "
+            f"{self.num_completions_truncated} completions",
         ]
         lengths = (self.prompt_lengths, self.completion_lengths)
         prompt, completion = ("/".join(map(str, quantiles)) for quantiles in lengths)
@@ -78,7 +75,9 @@ class DataReport:
                 f", completion {completion}; {self.num_boundary_merges} of "
                 f"{self.num_boundaries_checked} would merge across the boundary"
             )
-        return "\n".join([*lines, self.conversations] if self.conversations else lines)
+        if self.num_conversations:
+            lines.append(f"  rows are the answers of {self.num_conversations} conversations")
+        return "\n".join(lines)
 
     def refuse_lossy(self, max_dropped_fraction: float) -> None:
         """Raise a UserError if too few rows are left."""

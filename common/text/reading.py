@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from common.text import schemas, sources
 from common.text.data_report import progress
 from common.text.rows import COMPLETION_COLUMNS, RawRow
 
-TEST_SPLITS = ("validation", "test")  # of which AUTO takes the first that is there
+HELD_OUT_SPLITS = ("validation", "test")  # of which AUTO takes the first that is there
 
 
 def load_rows(
@@ -29,7 +29,6 @@ def load_rows(
     dataset_revision: str = "",
     column_map: Mapping[str, str] = MappingProxyType({}),
     may_lack: bool = False,
-    tell: Callable[[str], None] = distributed.print_rank0,
 ) -> list[RawRow]:
     """Read one split and check every row against the schema of its kind.
 
@@ -48,7 +47,6 @@ def load_rows(
         dataset_revision: Branch, tag or commit of the hub data set; empty: its main branch.
         column_map: Columns to rename, old names by new ones.
         may_lack: Columns of the map need not be there.
-        tell: Called with each note on the rows.
 
     Returns:
         At least one row, of texts or of messages: then a completion is one, of the assistant. Any
@@ -64,58 +62,56 @@ def load_rows(
         name, share = sources.part_of(split)
         limit = share.stop or (num_rows and (share.start or 0) + num_rows)
         return synthetic.make_rows(kind, name, limit)[share][: num_rows or None]
-    source, unchecked = _read(dataset_name, split, dataset_config, dataset_revision, tell)
+    label, unchecked = _open_split(dataset_name, split, dataset_config, dataset_revision)
     rows = list(progress(unchecked, "reading"))
     if not rows:
-        raise UserError(f"{source} has no rows; at least one is needed.")
-    rows = schemas.rename_columns(rows, column_map, source, may_lack=may_lack)
-    return schemas.standardise(rows[: num_rows or None], kind, source, tell)
+        raise UserError(f"{label} has no rows; at least one is needed.")
+    rows = schemas.rename_columns(rows, column_map, label, may_lack=may_lack)
+    return schemas.standardise(rows[: num_rows or None], kind, label)
 
 
-def _read(
-    dataset_name: str,
-    split: str,
-    config: str,
-    revision: str,
-    tell: Callable[[str], None] = lambda _: None,
+def _open_split(
+    dataset_name: str, split: str, config: str, revision: str
 ) -> tuple[str, Iterator[RawRow]]:
-    """A name of a split for messages, and its rows, unchecked."""
-    source = f"{os.path.expanduser(dataset_name)} split {split!r}"
-    if paths := sources.data_files(dataset_name, split):
+    """What messages call a split, and its unchecked rows, which are read one by one."""
+    label = f"{os.path.expanduser(dataset_name)} split {split!r}"
+    if files := sources.data_files(dataset_name, split):
         share = sources.part_of(split)[1]
-        name = os.fspath(paths[0]) if len(paths) == 1 else source
-        return name, islice(sources.read(paths), share.start, share.stop)
+        rows = (row for file in files for row in sources.read_file(file))
+        label = os.fspath(files[0]) if len(files) == 1 else label
+        return label, islice(rows, share.start, share.stop)
     data = sources.rows_of(dataset_name, split, config, revision)
-    if commit := sources.commit_of(data):
-        sources.dataset_commits[dataset_name] = commit
-        tell(f"{source} is of commit {commit}")
-    return source, (row for p in data.with_format("arrow").iter(1000) for row in p.to_pylist())
+    return label, (row for p in data.with_format("arrow").iter(1000) for row in p.to_pylist())
 
 
-def test_split(config: CommonConfig, dataset_name: str) -> str:
-    """The split to evaluate on; "" where `auto` finds none.
+def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bool = False) -> str:
+    """The split to evaluate on: what `--dataset_test_split` names, or `auto` finds; "" for none.
+
+    `auto` is `validation`, else `test`, of what is there; a note says so if neither is. A single
+    file has one split: it is evaluated on unless the run trains on it.
 
     Raises:
-        UserError: `dataset_test_split` names one that is not there, or nothing is there.
+        UserError: the split that was named is not there, or nothing is.
     """
-    split, source = config.dataset_test_split, options(config, dataset_name)
-    subset, revision = source["dataset_config"], source["dataset_revision"]
-    if not split or dataset_name == "synthetic":
+    split = config.dataset_test_split
+    if not dataset_name or not split:
+        return ""
+    if dataset_name == "synthetic":
         return "validation" if split == AUTO else split
+    is_main = dataset_name == config.dataset_name
+    subset, revision = config.dataset_config * is_main, config.dataset_revision * is_main
     if split != AUTO:
-        _read(dataset_name, split, subset, revision)
+        _open_split(dataset_name, split, subset, revision)
         return split
     path = Path(os.path.expanduser(dataset_name))
-    if not path.exists():
-        sources.data_files(dataset_name, TEST_SPLITS[0])  # refuses what is no hub id either
-    for name in TEST_SPLITS if not path.is_file() else ():
-        if path.is_dir() and not sources.is_saved(path):
-            if sources.has_split(path, name):
-                return name
-            continue
+    if path.is_file() and not is_trained_on:
+        return path.name.split(".")[0]
+    for name in HELD_OUT_SPLITS if not path.is_file() else ():
         with contextlib.suppress(sources.NoSuchSplitError):
-            sources.rows_of(dataset_name, name, subset, revision)
+            _open_split(dataset_name, name, subset, revision)
             return name
+    tried = " or ".join(HELD_OUT_SPLITS)
+    distributed.print_rank0(f"{dataset_name} has no split {tried}: no evaluation on it")
     return ""
 
 
@@ -128,7 +124,7 @@ def has_pairs(config: CommonConfig, split: str) -> bool:
     name = config.dataset_name
     if name == "synthetic":
         return True
-    columns = next(_read(name, split, config.dataset_config, config.dataset_revision)[1], {})
+    columns = next(_open_split(name, split, config.dataset_config, config.dataset_revision)[1], {})
     names = {old: new for new, old in config.renamed_columns.items()}
     has_one = not {"chosen", "rejected"}.isdisjoint(names.get(name, name) for name in columns)
     if not has_one:

@@ -26,7 +26,6 @@ class Row:
         number: Index into the rows that were read; answers of one conversation share it.
         messages: The prompt as messages, empty if the row was text.
         is_partial: The template leaves out words, thoughts or calls of an answer.
-        is_decoded: Tool arguments in JSON text were decoded for the template.
     """
 
     prompt: str
@@ -36,7 +35,6 @@ class Row:
     number: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     is_partial: bool = False
-    is_decoded: bool = False
 
     @classmethod
     def of_text(cls, raw: RawRow, kind: str, number: int = 0) -> "Row":

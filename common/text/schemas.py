@@ -7,10 +7,11 @@ messages of a conversation, or in two of these places. Afterwards it is in `prom
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from common import distributed
 from common.errors import UserError
 from common.text.chat import content, is_call, is_messages
 from common.text.rows import COMPLETION_COLUMNS, RawRow
@@ -22,7 +23,7 @@ PAGE = "docs/data.md has the rows that each stage reads, and a short `map` for o
 
 
 def rename_columns(
-    rows: list[RawRow], column_map: Mapping[str, str], source: str, *, may_lack: bool
+    rows: list[RawRow], column_map: Mapping[str, str], label: str, *, may_lack: bool
 ) -> list[RawRow]:
     """Rename columns, old names by new ones; a UserError for one that is missing or taken."""
     if not column_map:
@@ -32,44 +33,35 @@ def rename_columns(
         flag = f"--column_map has {new}={old}"
         if old not in columns and not may_lack:
             listed = ", ".join(map(repr, columns))
-            raise UserError(f"{flag}; {source} has no column {old!r}, it has: {listed}.")
+            raise UserError(f"{flag}; {label} has no column {old!r}, it has: {listed}.")
         if old in columns and new in columns and new not in column_map.values():
             raise UserError(
-                f"{flag}, and {source} has a column {new!r}, which that would replace; give it "
+                f"{flag}, and {label} has a column {new!r}, which that would replace; give it "
                 f"another name too, as other_{new}={new}."
             )
     names = {old: new for new, old in column_map.items()}
     return [{names.get(name, name): cell for name, cell in row.items()} for row in rows]
 
 
-def standardise(
-    rows: list[RawRow], kind: str, source: str, tell: Callable[[str], None]
-) -> list[RawRow]:
+def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
     """Bring rows to one schema: what completions share is in `prompt` and nowhere else.
 
     A column `messages` is prompt and completion in one (TRL's conversational language modelling).
     A row with a blank cell becomes one of texts, one of them empty, which is dropped and counted
-    with the others. `tell` takes a sentence on each change.
+    later. Messages call the split `label`.
 
     Raises:
         UserError: A row has another schema; names the row, counted from 1, and the column.
     """
     columns = COMPLETION_COLUMNS[kind]
     rows = [_from_messages(row, columns) for row in rows]
-    implicit = [i for i, row in enumerate(rows) if "prompt" not in row and len(columns) == 2]
     if columns:
-        rows = _without_repetitions(rows, columns, source, tell)
+        rows = _without_repetitions(rows, columns, label)
         rows = [_with_shared_prompt(row, columns) for row in rows]
-    shared = [rows[i] for i in implicit if isinstance(rows[i].get("prompt"), str)]
-    if num := sum(not _blank_column(row, ("prompt", *columns)) for row in shared):
-        tell(f"{source}: prompt taken from what both texts share in {num} of {len(rows)} rows")
-    with_system = [_with_system(row) for row in rows]
-    if num := sum(map(operator.is_not, with_system, rows)):
-        tell(f"{source}: `system` put first in {num} of {len(rows)} rows")
-    rows = _empty_blank_rows(with_system, ("prompt", *columns), source, tell)
+    rows = _empty_blank_rows(rows, ("prompt", *columns), label)
     for number, row in enumerate(rows, start=1):
         if fault := _fault(row, kind):
-            raise UserError(f"{source}, row {number}: {fault}.")
+            raise UserError(f"{label}, row {number}: {fault}.")
     return rows
 
 
@@ -123,15 +115,13 @@ def _blank_column(row: RawRow, columns: Sequence[str]) -> str:
     return next((name for name in columns if name in row and is_blank(row[name])), "")
 
 
-def _empty_blank_rows(
-    rows: list[RawRow], columns: Sequence[str], source: str, tell: Callable[[str], None]
-) -> list[RawRow]:
-    """Make texts of a row with a blank cell, that one empty."""
+def _empty_blank_rows(rows: list[RawRow], columns: Sequence[str], label: str) -> list[RawRow]:
+    """Make texts of a row with a blank cell, that one empty; print the number of such rows."""
     blank = {i: name for i, row in enumerate(rows) if (name := _blank_column(row, columns))}
     if blank:
         first = min(blank)
-        tell(
-            f"{source}: {len(blank)} of {len(rows)} rows have a blank or null cell, no answer or "
+        distributed.print_rank0(
+            f"{label}: {len(blank)} of {len(rows)} rows have a blank or null cell, no answer or "
             "nothing that both texts share, and are dropped, the first is row "
             f"{first + 1}, column {blank[first]!r}"
         )
@@ -139,45 +129,26 @@ def _empty_blank_rows(
     return [empty.get(i, row) for i, row in enumerate(rows)]
 
 
-def _with_system(row: RawRow) -> RawRow:
-    """Put the text `system` first in a prompt of messages that has no such message."""
-    system: Any = row.get("system")
-    prompt: Any = row.get("prompt")
-    is_text = isinstance(system, str) and system.strip()
-    if not is_text or not is_messages(prompt) or prompt[0]["role"] in ("system", "developer"):
-        return row
-    return {**row, "prompt": [{"role": "system", "content": system}, *prompt]}
-
-
-def _without_repetitions(
-    rows: list[RawRow], columns: Sequence[str], source: str, tell: Callable[[str], None]
-) -> list[RawRow]:
-    """Cut the prompt from completions that repeat it.
+def _without_repetitions(rows: list[RawRow], columns: Sequence[str], label: str) -> list[RawRow]:
+    """Cut the prompt from completions that repeat it, and print in how many rows.
 
     Rows of TRL with an implicit prompt may have a `prompt` column too; in UltraFeedback it is text
     and the completions are messages. Such rows would be trained with the prompt twice. Texts are
     cut only if all rows are so: a completion may begin like its short prompt by chance.
     """
     cut = [_without_repetition(row, columns) for row in rows]
-    is_layout = all(
+    all_repeat = all(
         new or _blank_column(row, ("prompt", *columns)) for row, new in zip(rows, cut, strict=True)
     )
     result = [
-        new if new and (is_layout or is_messages(row[columns[0]])) else row
+        new if new and (all_repeat or is_messages(row[columns[0]])) else row
         for row, new in zip(rows, cut, strict=True)
     ]
-    num_repeating = len(rows) - cut.count(None)
-    num_cut = sum(map(operator.is_not, result, rows))
-    names = " and ".join(columns)
-    if num_cut:
-        tell(
-            f"{source}: {names} repeat the prompt in {num_cut} of {len(rows)} rows, "
-            "which is cut from them"
-        )
-    if num_cut < num_repeating:
-        tell(
-            f"warning: {source}: {names} begin with the text of the prompt in {num_repeating} of "
-            f"{len(rows)} rows, which are taken as they are"
+    if num_repeating := len(rows) - cut.count(None):
+        num_cut = sum(map(operator.is_not, result, rows))
+        distributed.print_rank0(
+            f"{label}: {' and '.join(columns)} repeat the prompt in {num_repeating} of "
+            f"{len(rows)} rows; it is cut from {num_cut}"
         )
     return result
 

@@ -38,10 +38,10 @@ class MappedRows(Sequence[Example]):
         return Example(**json.loads(cell))
 
 
-def once_per_host(make: Callable[[], list[Example]]) -> Sequence[Example]:
-    """The result of `make`, called by the first process of each machine only. Collective.
+def run_once_per_host(make: Callable[[], list[Example]]) -> Sequence[Example]:
+    """Call `make` in the first process of each machine, and return its rows in all. Collective.
 
-    The others map its rows if they are many and JSON can hold their columns, else they call it too.
+    The others map the rows if they are many and JSON can hold their columns, else they call it too.
     The folder has a new name in every run and on every machine, and is removed once all have mapped
     it, so that no run reads rows of another one. If the first process fails, so do the others.
     """

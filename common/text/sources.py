@@ -6,14 +6,14 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common import distributed
 from common.errors import UserError, gist, why_missing
 from common.text.rows import RawRow
 
-RECIPES = Path("assets/recipes")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 # Commits of what was read from the hub, by name; "" of a folder
 model_commits: dict[str, str] = {}
@@ -55,51 +55,28 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
                 "--dataset_test_split out."
             )
         return [path]
-    advice = _advice(dataset_name)
-    if advice or is_named or not may_be_id(dataset_name):
-        end = f": {advice}" if advice else f" {NO_ID}; give a file or a folder"
-        end = why_missing(dataset_name) or end
-        raise UserError(f"dataset_name {dataset_name!r} does not exist{end}.")
+    if is_named or not may_be_id(dataset_name):
+        reason = why_missing(dataset_name)
+        if not reason and dataset_name.startswith("data/"):
+            reason = "; where a recipe names it, the make_rows.py next to the recipe makes it"
+        reason = reason or f" {NO_ID}; give a file or a folder"
+        raise UserError(f"dataset_name {dataset_name!r} does not exist{reason}.")
     return []
 
 
-def _advice(name: str) -> str:
-    """The command that makes a missing folder `data/...` of a recipe; empty for another one."""
-    for recipe in sorted(RECIPES.glob("*/*.yaml")) if name.startswith("data/") else ():
-        maker, text = recipe.with_name("make_rows.py"), recipe.read_text(encoding="utf-8")
-        if re.search(rf"^dataset_name: {re.escape(name)}\b", text, re.M) and maker.is_file():
-            return f"`python {maker}` makes it; its first lines say from what"
-    return ""
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """All data files of a folder, in order."""
-    return sorted(
-        file
-        for place in (folder, folder / "data")
-        if place.is_dir()
-        for file in place.iterdir()
-        if (file.is_file() or file.is_symlink()) and file.name.endswith(SUFFIXES)
-    )
-
-
-def _split_name(split: str) -> re.Pattern[str]:
-    """Names of the file or of the shards of a split."""
-    return re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
-
-
-def has_split(folder: Path, split: str) -> bool:
-    """Whether a folder has a file, or a shard, of the split."""
-    return any(_split_name(split).fullmatch(file.name) for file in _files_in(folder))
-
-
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """The file or the shards of one split, in order."""
-    files = _files_in(folder)
-    matches = {file: m for file in files if (m := _split_name(split).fullmatch(file.name))}
+    """The file or the shards of one split in a folder, in order."""
+    files = sorted(
+        file
+        for directory in (folder, folder / "data")
+        for file in (directory.iterdir() if directory.is_dir() else ())
+        if file.name.endswith(SUFFIXES)
+    )
+    name = re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
+    matches = {file: m for file in files if (m := name.fullmatch(file.name))}
     there = ", ".join(os.fspath(file.relative_to(folder)) for file in files) or "no data files"
     if not matches:
-        raise UserError(
+        raise NoSuchSplitError(
             f"folder {os.fspath(folder)!r} has no file for the split {split!r} ({split}.jsonl, "
             f".jsonl.gz, .json or .parquet), it has: {there}; name another split or folder."
         )
@@ -112,21 +89,16 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     return list(matches)
 
 
-def read(files: Iterable[Path]) -> Iterator[RawRow]:
-    """The rows of files, one after another.
+def read_file(path: Path) -> Iterator[RawRow]:
+    """The rows of one file.
 
     By `json`, not by `datasets.load_dataset("json")`, which changes cells: dates in text become
     times, "007" becomes 7 behind 10 MB of numbers, an object gets the keys of others, numbers of a
     list are rounded (seen in datasets 5.2).
 
     Raises:
-        UserError: Names a file that cannot be read, and the line or row that is at fault.
+        UserError: The file cannot be read; names the line or row.
     """
-    return (row for file in files for row in _read_file(file))
-
-
-def _read_file(path: Path) -> Iterator[RawRow]:
-    """The rows of one file."""
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet  # type: ignore[import-untyped]
@@ -144,7 +116,7 @@ def _read_file(path: Path) -> Iterator[RawRow]:
         raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
 
 
-def _json_rows(stream: Any, source: str) -> Iterator[RawRow]:
+def _json_rows(stream: Any, file: str) -> Iterator[RawRow]:
     """Rows of a JSON list of objects, or of one object per line."""
     is_first = True
     # Lines of bytes: a JSON string may hold U+2028, which is a line break of texts.
@@ -157,12 +129,12 @@ def _json_rows(stream: Any, source: str) -> Iterator[RawRow]:
             is_first = False
             rows = json.loads(text + stream.read().decode()) if is_list else [json.loads(text)]
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{source}, from line {number} on: {gist(error)}.") from None
+            raise UserError(f"{file}, from line {number} on: {gist(error)}.") from None
         for index, row in enumerate(rows, start=1 if is_list else number):
             if not isinstance(row, dict):
-                place = f"{'row' if is_list else 'line'} {index}"
+                which = f"{'row' if is_list else 'line'} {index}"
                 kind = type(row).__name__
-                raise UserError(f"{source}, {place}: expected named columns, found {kind}.")
+                raise UserError(f"{file}, {which}: expected named columns, found {kind}.")
             yield row
 
 
@@ -204,7 +176,10 @@ def is_saved(folder: str | Path) -> bool:
 
 @functools.lru_cache(1)
 def rows_of(name: str, split: str, config: str, revision: str) -> Any:
-    """A split of a saved or a hub data set; a UserError at once if it cannot be read."""
+    """A split of a saved or a hub data set; a UserError at once if it cannot be read.
+
+    The commit of a hub data set is printed, and kept in `dataset_commits`.
+    """
     import datasets
 
     if is_saved(folder := os.path.expanduser(name)):
@@ -214,11 +189,10 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
         if base not in splits:
             message = f"dataset_name {name!r} has no split {base!r}; it has {[*splits]}."
             raise NoSuchSplitError(message)
-        data = splits[base]
-        return data if rows == slice(None) else data.select(range(len(data))[rows])
+        return splits[base].select(range(len(splits[base]))[rows])
     is_reachable()
     try:
-        return datasets.load_dataset(name, config or None, split=split, revision=revision or None)
+        data = datasets.load_dataset(name, config or None, split=split, revision=revision or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         # It lists the splits or the configurations that there are in its second sentence.
         listed = re.search(r"\[.*?\]", str(error))
@@ -231,10 +205,10 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
             f"dataset_name {name!r} ({of}) is no local file or folder and cannot be "
             f"loaded from the hub: {gist(error)}{there}."
         ) from None
-
-
-def commit_of(data: Any) -> str:
-    """The commit of a hub data set, by the folder of its library's cache, which is named by it."""
+    # Its library names the folder of its cache by the commit.
     files = " ".join(str(file["filename"]) for file in data.cache_files)
-    match = re.search(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])", files)
-    return match[0] if match else ""
+    commit = re.search(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])", files)
+    if commit and dataset_commits.get(name) != commit[0]:
+        dataset_commits[name] = commit[0]
+        distributed.print_rank0(f"{name} is of commit {commit[0]}")
+    return data

@@ -1,13 +1,11 @@
 """Rows as token ids, with counts of what was dropped and truncated.
 
-`load` reads a split, renders messages, and tokenises prompts and completions apart.
+`load_examples` reads a split, renders messages, and tokenises prompts and completions apart.
 """
 
-import os
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from common import distributed
@@ -40,7 +38,7 @@ class _Text(NamedTuple):
     is_truncated: bool
 
 
-def load(
+def load_examples(
     config: CommonConfig,
     dataset_name: str,
     split: str,
@@ -48,33 +46,49 @@ def load(
     vocabulary: Vocabulary,
     num_rows: int = 0,
 ) -> Sequence[Example]:
-    """Read, check and tokenise one split, and print its report; `kind` as in `load_rows`.
+    """Read, check and tokenise one split, and print what was lost; [] for an empty name or split.
 
-    Many rows are tokenised by the first process of each machine, and shared by the others.
-    Collective.
+    The first process of each machine does it, and shares many rows with the others. Collective.
+
+    Args:
+        config: The limits of their tokens, and options of the data set.
+        dataset_name: As in `load_rows`.
+        split: The split's name; see `reading.held_out_split` for one to evaluate on.
+        kind: `sft`, `preference` or `prompts`.
+        vocabulary: Of the run.
+        num_rows: Take the first rows only; 0 takes all.
 
     Raises:
         UserError: Too many rows are dropped, or all.
     """
+    if not dataset_name or not split:
+        return []
+    return shared_rows.run_once_per_host(
+        lambda: read_examples(config, dataset_name, split, kind, vocabulary, num_rows)
+    )
 
-    def tokenised() -> list[Example]:
-        notes: list[str] = []
-        source = options(config, dataset_name)
-        raw_rows = load_rows(
-            dataset_name, split, kind=kind, num_rows=num_rows, tell=notes.append, **source
-        )
-        rows = [
-            row
-            for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))
-            for row in render(raw, kind, vocabulary.tokenizer, number)
-        ]
-        examples, report = tokenize_rows(rows, vocabulary, config, split)
-        report.notes = notes
-        distributed.print_rank0(report)
-        report.refuse_lossy(config.max_dropped_fraction)
-        return examples
 
-    return shared_rows.once_per_host(tokenised)
+def read_examples(
+    config: CommonConfig,
+    dataset_name: str,
+    split: str,
+    kind: str,
+    vocabulary: Vocabulary,
+    num_rows: int,
+) -> list[Example]:
+    """Read and tokenise one split in this process; see `load_examples`."""
+    raw_rows = load_rows(
+        dataset_name, split, kind=kind, num_rows=num_rows, **options(config, dataset_name)
+    )
+    rows = [
+        row
+        for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))
+        for row in render(raw, kind, vocabulary.tokenizer, number)
+    ]
+    examples, report = tokenize_rows(rows, vocabulary, config, split)
+    distributed.print_rank0(report)
+    report.refuse_lossy(config.max_dropped_fraction)
+    return examples
 
 
 def tokenize_rows(
@@ -96,38 +110,44 @@ def tokenize_rows(
     Raises:
         UserError: A slow tokenizer and a prompt to cut, or a cue that no prompt has.
     """
-    refuse_lost_cue(rows, typed_cue(config), split)
+    cue = typed_cue(config)
+    if cue and not any(closing_cue(row.prompt, cue) for row in rows):
+        raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
     report = DataReport(split=split, num_rows=len(rows))
     examples: list[Example] = []
-    pairs: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
-    distinct: set[tuple[str, ...]] = set()
-    tokenized = _in_chunks(rows, vocabulary, config)
-    for row, (prompt, *completions) in zip(rows, tokenized, strict=True):
+    boundaries: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
+    chunks = (rows[start : start + CHUNK_ROWS] for start in range(0, len(rows), CHUNK_ROWS))
+    texts = (pair for chunk in chunks for pair in _tokenize_chunk(chunk, vocabulary, config))
+    bar = progress(texts, "tokenising", len(rows))
+    for row, (prompt, completions) in zip(rows, bar, strict=True):
         if reason := _drop_reason(row, prompt, completions):
             report.dropped[reason] += 1
             report.first_dropped = report.first_dropped or row.number + 1
             continue
+        assert prompt is not None
         report.num_prompts_truncated += prompt.is_truncated
         report.num_completions_truncated += sum(text.is_truncated for text in completions)
-        examples.append(_example(row, prompt, completions))
-        pairs.append([(prompt.text, completion.text) for completion in completions])
-        distinct.add((row.prompt, *row.completions))
+        examples.append(
+            Example(
+                row=row.number,
+                prompt=prompt.text,
+                prompt_ids=prompt.ids,
+                completions=[text.ids for text in completions],
+                columns=row.columns,
+                source=row.source,
+                messages=row.messages,
+            )
+        )
+        boundaries.append([(prompt.text, completion.text) for completion in completions])
     report.num_kept = len(examples)
-    report.num_duplicates = len(examples) - len(distinct)
+    report.num_conversations = len({row.number for row in rows if row.messages})
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in examples])
     report.completion_lengths = _quantiles([len(c) for e in examples for c in e.completions])
-    report.conversations = _conversations(rows)
-    every = -(-len(pairs) // MERGE_SAMPLE) or 1
-    sample = [pair for row_pairs in pairs[::every] for pair in row_pairs]
+    every = -(-len(boundaries) // MERGE_SAMPLE) or 1
+    sample = [boundary for of_row in boundaries[::every] for boundary in of_row]
     report.num_boundaries_checked = len(sample)
     report.num_boundary_merges = count_boundary_merges(sample, vocabulary.tokenizer)
     return examples, report
-
-
-def refuse_lost_cue(rows: Sequence[Row], cue: str, split: str) -> None:
-    """Raise a UserError for a cue in which no prompt ends."""
-    if cue and not any(closing_cue(row.prompt, cue) for row in rows):
-        raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
 
 
 def typed_cue(config: CommonConfig) -> str:
@@ -135,28 +155,17 @@ def typed_cue(config: CommonConfig) -> str:
     return config.prompt_cue.replace("\\n", "\n")
 
 
-def _in_chunks(
+def _tokenize_chunk(
     rows: Sequence[Row], vocabulary: Vocabulary, config: CommonConfig
-) -> Iterator[tuple[Any, ...]]:
-    """Each row's prompt and completions, by as many threads as there are cores.
-
-    A tokenizer leaves Python to the others while it works.
-    """
-
-    def tokenized(start: int) -> list[tuple[Any, ...]]:
-        chunk = rows[start : start + CHUNK_ROWS]
-        prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config)
-        columns = zip(*(row.completions for row in chunk), strict=True)
-        completions = [
-            tokenize_completions(texts, vocabulary, config.max_completion_length)
-            for texts in columns
-        ]
-        return list(zip(prompts, *completions, strict=True))
-
-    starts = range(0, len(rows), CHUNK_ROWS)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        chunks = pool.map(tokenized, starts)
-        yield from progress(chain.from_iterable(chunks), "tokenising", len(rows))
+) -> list[tuple[_Text | None, list[_Text]]]:
+    """The prompt, None where it does not fit, and the completions of each row."""
+    prompts = _tokenize_prompts(rows, vocabulary.tokenizer, config)
+    texts = [text for row in rows for text in row.completions]
+    completions = iter(tokenize_completions(texts, vocabulary, config.max_completion_length))
+    return [
+        (prompt, list(islice(completions, len(row.completions))))
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
 
 
 def _tokenize_prompts(
@@ -196,26 +205,6 @@ def _tokenize_prompts(
             shorter = truncate_prompt(prompt, tokenizer, room, cue)
             result.append(_Text(shorter[0], leading + shorter[1], True) if shorter else None)
     return result
-
-
-def _example(row: Row, prompt: _Text, completions: Sequence[_Text]) -> Example:
-    """A row in tokens."""
-    ids = [text.ids for text in completions]
-    return Example(row.number, prompt.text, prompt.ids, ids, row.columns, row.source, row.messages)
-
-
-def _conversations(rows: Sequence[Row]) -> str:
-    """Lines on rows that were messages: their number, and that of their answers; or nothing."""
-    chats = [row for row in rows if row.messages]  # one per answer
-    if not chats:
-        return ""
-    num_conversations = len({row.number for row in chats})
-    lines = [f"  {num_conversations} conversations, {len(chats)} answers"]
-    if num := sum(row.is_partial for row in chats):
-        lines.append(f"  warning: the template leaves out part of {num} answers")
-    if num := sum(row.is_decoded for row in chats):
-        lines.append(f"  tool arguments in JSON text were decoded for {num} answers")
-    return "\n".join(lines)
 
 
 def marked(example: Example, tokenizer: Any) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from common import data, distributed, self_checks
+from common import distributed, self_checks
 from common.advantages import apply_missing_eos_penalty
 from common.checkpoint import hf_folder
 from common.checkpoint.layout import MANIFEST
@@ -24,6 +24,8 @@ from common.model import fsdp
 from common.model import load as models
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
+from common.text.reading import held_out_split
+from common.text.tokenise import load_examples
 from experiments.overoptimization.config import OveroptimizationConfig
 from experiments.overoptimization.curves import Values
 
@@ -72,7 +74,7 @@ class Measurer:
         """The first prompts of a split (0: all) as token ids."""
         config = self.config
         name = config.prompts_dataset_name or config.dataset_name
-        return data.load_examples(config, name, split, "prompts", self.vocabulary, num_rows)
+        return load_examples(config, name, split, "prompts", self.vocabulary, num_rows)
 
     @cached_property
     def held_out(self) -> Sequence[Example]:
@@ -81,8 +83,9 @@ class Measurer:
         Raises:
             UserError: there are too few.
         """
-        number = self.config.num_prompts
-        examples = self.prompts(self.config.dataset_test_split, number)
+        config, number = self.config, self.config.num_prompts
+        name = config.prompts_dataset_name or config.dataset_name
+        examples = self.prompts(held_out_split(config, name), number)
         if len(examples) < number:
             raise UserError(f"--num_prompts is {number}; {len(examples)} held-out ones are usable.")
         return examples

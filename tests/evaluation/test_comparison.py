@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import evaluate
-from common import data, distributed
+from common import distributed
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs, summary
@@ -31,7 +31,7 @@ from common.evaluation.records import BASELINES, PairScores
 from common.evaluation.split import ImplicitReward
 from common.report import tables
 from common.rewards.models import RewardModelFunction
-from common.text import synthetic
+from common.text import synthetic, tokenise
 
 NUM_PAIRS = 30
 LENGTHS = {"max_prompt_length": 128, "max_completion_length": 64}
@@ -368,7 +368,7 @@ def foreign_rewards(root: str) -> list[list[float]]:
     tokenizer = AutoTokenizer.from_pretrained(f"{root}/sft/model")
     config = tiny.train_config(**LENGTHS)
     vocabulary = tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
-    pairs = data.load_examples(
+    pairs = tokenise.load_examples(
         config, "synthetic", "validation", "preference", vocabulary, num_rows=5
     )
     function = RewardModelFunction(f"{root}/foreign/model", tokenizer, config)

@@ -13,7 +13,7 @@ import tiny
 from tokenizers.processors import TemplateProcessing
 
 from common import data
-from common.data import PromptGroup, collate, load_examples
+from common.data import PromptGroup, collate
 from common.errors import UserError
 from common.evaluation.measure import judge_completions
 from common.rewards.models import RewardModelFunction
@@ -22,6 +22,7 @@ from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.chat import TurnEnd, render
 from common.text.rows import Row
+from common.text.tokenise import load_examples
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"

@@ -14,12 +14,13 @@ import datasets
 import pytest
 import tiny
 
-from common.data import load_examples, load_splits
+from common.data import load_splits
 from common.errors import UserError
 from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
 from common.text import reading, schemas, sources
 from common.text.reading import load_rows
 from common.text.rows import COMPLETION_COLUMNS, Row
+from common.text.tokenise import load_examples
 
 SFT = [
     {"prompt": "TITLE: a\n\nTL;DR:", "completion": " one", "facts": {"who": "x"}, "n": 1},
@@ -138,28 +139,29 @@ def save_to_disk(folder: Path, *names: str) -> str:
 def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, write, names, expected):
     folder = write(tmp_path / "rows", *names)
     config = tiny.train_config(dataset_name=folder)
-    assert reading.test_split(config, folder) == expected
+    assert reading.held_out_split(config, folder) == expected
     for split in names:
         assert load_rows(folder, split, kind="sft") == SFT
     named = tiny.train_config(dataset_name=folder, dataset_test_split="nope")
     with pytest.raises(UserError, match="'nope'"):
-        reading.test_split(named, folder)
+        reading.held_out_split(named, folder)
 
 
 def test_a_single_file_is_trained_on_without_evaluation(tmp_path, capsys):
     file = str(write_jsonl(tmp_path / "pairs.jsonl", SFT))
-    assert reading.test_split(tiny.train_config(dataset_name=file), file) == ""
     config = tiny.train_config(dataset_name=file)
+    assert reading.held_out_split(config, file, is_trained_on=True) == ""
+    assert reading.held_out_split(config, file) == "pairs"
     train, test = load_splits(config, "sft", tiny.vocabulary())
     assert (len(train), len(test)) == (len(SFT), 0)
-    note = f"{file} has no split validation or test: trained without evaluation"
+    note = f"{file} has no split validation or test: no evaluation on it"
     assert note in capsys.readouterr().out
     saved = save_to_disk(tmp_path / "saved")  # of one split
-    assert reading.test_split(tiny.train_config(dataset_name=saved), saved) == ""
+    assert reading.held_out_split(tiny.train_config(dataset_name=saved), saved) == ""
     assert load_rows(saved, "train[1:2]", kind="sft") == SFT[1:2]
     missing = str(tmp_path / "nope.jsonl")
     with pytest.raises(UserError, match="does not exist"):
-        reading.test_split(tiny.train_config(dataset_name=missing), missing)
+        reading.held_out_split(tiny.train_config(dataset_name=missing), missing)
 
 
 def test_num_rows_takes_the_first(tmp_path):
@@ -241,19 +243,8 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, tmp_path, 
     assert f"{name!r} does not exist" in refusal(name, "train")
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("data/gsm8k", "`python assets/recipes/gsm8k/make_rows.py` makes it"),
-        ("data/imdb", "`python assets/recipes/sentiment/make_rows.py` makes it"),
-        ("data/scitldr", "`python assets/recipes/scitldr/make_rows.py` makes it"),
-        ("data/summeval_preference", "`python assets/recipes/scitldr/make_rows.py` makes it"),
-    ],
-)
-def test_a_folder_that_a_recipe_wants_made_says_how(name, told, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr(sources, "rows_of", lambda *_: pytest.fail("asked the hub"))
-    assert told in refusal(name, "train")
+def test_a_missing_folder_of_a_recipe_names_what_makes_it():
+    assert "the make_rows.py next to the recipe makes it" in refusal("data/nope", "train")
 
 
 def test_a_date_that_python_cannot_hold_is_refused(tmp_path):
@@ -324,20 +315,21 @@ def test_hub_rows_pass_through_the_same_checks(monkeypatch, capsys):
     ]
 
 
-def test_the_commit_of_hub_rows_is_told_and_kept(tmp_path, monkeypatch, capsys):
+def test_the_commit_of_hub_rows_is_printed_and_kept(tmp_path, monkeypatch, capsys):
     """The hub's library names the folder of its cache after it: seen in datasets 5.2."""
     import datasets
 
     data = datasets.Dataset.from_list([PAIR])
     cache = {"filename": f"/cache/a___b/default/0.0.0/{'0a' * 20}/b-train.arrow"}
     monkeypatch.setattr(datasets.Dataset, "cache_files", [cache])
-    monkeypatch.setattr(sources, "rows_of", lambda *_: data)
-    load_rows("a/b", "train", kind="preference")
-    assert f"a/b split 'train' is of commit {'0a' * 20}\n" in capsys.readouterr().out
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data)
+    monkeypatch.setattr(sources, "is_reachable", lambda: True)
     config = tiny.train_config(dataset_name="a/b")
     for name in ("a/b", "c/d"):  # the latter is not the run's main one
+        sources.rows_of.cache_clear()
         load_examples(config, name, "train", "preference", tiny.vocabulary())
         cache["filename"] = cache["filename"].replace("0a", "0b")
+    assert f"a/b is of commit {'0a' * 20}\n" in capsys.readouterr().out
     save_run_files(tmp_path, config, 1)
     assert read_config(tmp_path, ENVIRONMENT)["dataset_commit"] == "0a" * 20
 
@@ -433,18 +425,17 @@ def test_a_prompt_that_completions_repeat_is_cut_from_them(tmp_path, capsys, kin
         plain = {"prompt": USER, "chosen": GOOD, "rejected": BAD, "completion": GOOD}
     for name in ("prompt", *COMPLETION_COLUMNS[kind]):
         assert [found_row[name] for found_row in found] == [plain[name]] * 3
-    assert "repeat the prompt in 3 of 3 rows, which is cut" in capsys.readouterr().out
+    assert "repeat the prompt in 3 of 3 rows; it is cut from 3" in capsys.readouterr().out
 
 
-def test_a_completion_that_begins_like_its_short_prompt_is_kept_with_a_warning(tmp_path, capsys):
+def test_a_completion_that_begins_like_its_short_prompt_is_kept_with_a_note(tmp_path, capsys):
     rows = [
         {"prompt": "The", "completion": "The end"},
         {"prompt": "A long prompt", "completion": " c"},
     ]
     file = str(write_jsonl(tmp_path / "a.jsonl", rows))
     assert load_rows(file, "train", kind="sft") == rows
-    assert "warning: " in (output := capsys.readouterr().out)
-    assert "in 1 of 2 rows, which are taken as they are" in output
+    assert "repeat the prompt in 1 of 2 rows; it is cut from 0" in capsys.readouterr().out
 
 
 def test_a_prompt_beside_messages_that_do_not_hold_it_is_refused(tmp_path):

@@ -14,9 +14,9 @@ import datasets
 import pytest
 import tiny
 
-from common.data import load_examples
 from common.errors import UserError
 from common.text import synthetic
+from common.text.tokenise import load_examples
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 ASKED = [{"role": "user", "content": "What color is the sky?"}]
@@ -39,15 +39,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "text": {"text": "The sky is blue."},
     "messages": {"messages": ASKED + BLUE},
     "conversations": {"conversations": SHARE_GPT},
-    "system beside": {"system": "Be brief.", "messages": ASKED + BLUE},
-    "one system": {"system": "Be long.", "messages": SYSTEM + ASKED + BLUE},
-    "system beside a prompt": {"system": "Be brief.", "prompt": ASKED, "completion": BLUE},
-    "system beside a pair": {
-        "system": "Be brief.",
-        "chosen": ASKED + BLUE,
-        "rejected": ASKED + GREEN,
-    },
-    "system beside text": {"system": "Be brief.", "prompt": "The sky is", "completion": " blue."},
     "other names": {"messages": SHARE_GPT},
     "other roles": {"messages": CALLS},
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "So?"}]}]},
@@ -86,11 +77,6 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
     "messages": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
     "conversations": (DOCS,) * 3,
     "conversations in other words": (DOCS,) * 3,
-    "system beside": ((BRIEF, "It is blue."), DOCS, (BRIEF,)),
-    "one system": ((BRIEF, "It is blue."), DOCS, (BRIEF,)),
-    "system beside a prompt": ((BRIEF, "It is blue."), DOCS, (BRIEF,)),
-    "system beside a pair": (DOCS, (BRIEF, "It is blue.", "It is green."), DOCS),
-    "system beside text": (("The sky is", " blue."), DOCS, ("The sky is",)),
     "other roles": (
         (f"{QUESTION}look(){CALLED}", "It is blue."),
         DOCS,
@@ -244,8 +230,6 @@ def test_a_blank_or_null_cell_drops_its_row(tmp_path, tokenizer, capsys, kind, g
     assert f"2 of 6 rows have {blank} and are dropped" in output
     first = f"the first is row 3, column {column!r}"
     assert first in output
-    shared = "prompt taken from what both texts share in 4 of 6 rows"
-    assert (shared in output) == ("prompt" not in good and good.get("chosen") == IMPLICIT["chosen"])
     assert "train: 4 of 6 rows (2 empty" in output
     with pytest.raises(UserError, match=r"lose 2 of 6 rows \(2 empty .*; the first is row 3\)"):
         read(tmp_path, tokenizer, kind, rows, max_dropped_fraction=0.3)

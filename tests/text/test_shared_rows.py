@@ -21,9 +21,9 @@ from ranks import launch
 from tokenizers.processors import TemplateProcessing
 
 from common import data, distributed
-from common.data import load_examples
 from common.errors import UserError
 from common.text import shared_rows, tokenise
+from common.text.tokenise import load_examples
 
 EOS = "<|endoftext|>"
 TEMPLATE = (

@@ -253,7 +253,6 @@ def chatml() -> Any:
         {"prompt": [SYSTEM, ASKED], "completion": [ONE, AGAIN, TWO]},
         {"completion": [SYSTEM, ASKED, ONE, AGAIN, TWO]},
         {"messages": [SYSTEM, ASKED, ONE, AGAIN, TWO, AGAIN]},  # which nobody answers
-        {"messages": [ASKED, ONE, AGAIN, TWO], "system": "Be brief."},
     ],
 )
 def test_every_form_is_the_same_conversation(tmp_path, chatml, capsys, row: dict):
@@ -262,7 +261,7 @@ def test_every_form_is_the_same_conversation(tmp_path, chatml, capsys, row: dict
     assert decoded(chatml, found) == decoded(chatml, expected)
     assert len(found) == 2
     told = capsys.readouterr().out
-    assert "1 conversations, 2 answers" in told
+    assert "rows are the answers of 1 conversations" in told
     assert r"user\nWhy?<|im_end|>\n<|im_start|>assistant\n[[Because.<|im_end|>]]" in told
 
 
@@ -305,7 +304,7 @@ def test_a_prompt_that_is_another_one_in_use_is_refused(tmp_path, chatml, templa
         load(tmp_path, tokenizer, {"messages": [SYSTEM, ASKED, ONE]})
 
 
-def test_the_report_counts_answers_and_what_the_template_does_to_them(tmp_path, capsys):
+def test_the_report_counts_conversations_and_answers_that_the_template_cuts(tmp_path, capsys):
     thought = {**ONE, "content": "<think>use</think>Because."}
     dropping = tokenizer_of(KINDS["ChatML"])
     dropping.chat_template = dropping.chat_template.replace(
@@ -316,11 +315,7 @@ def test_the_report_counts_answers_and_what_the_template_does_to_them(tmp_path, 
     load(tmp_path, dropping, *rows, max_dropped_fraction=0.5)
     told = capsys.readouterr().out
     assert "train: 2 of 3 rows (1 answer left out in part" in told
-    assert (
-        "2 conversations, 3 answers\n  warning: the template leaves out part of 1 answers" in told
-    )
-    load(tmp_path, tokenizer_of(KINDS["Qwen2.5"]), {"messages": [ASKED, CALL, TOOL, TWO]})
-    assert "tool arguments in JSON text were decoded for 2 answers" in capsys.readouterr().out
+    assert "rows are the answers of 2 conversations" in told
 
 
 def test_a_judge_reads_messages_without_a_further_bos(tmp_path, chatml):
