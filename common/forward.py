@@ -50,10 +50,13 @@ class Policy(nn.Module):
         reference: ReferenceStates | None = None,  # of this batch, for the KL to it
     ) -> CompletionScores:
         """Log-probability of every completion token given the tokens before it."""
+        from common.model.shared_prefix import last_hidden_states
+
         if isinstance(batch, PaddedBatch):
             return self.score_padded(batch, temperature, with_entropy, with_hidden, reference)
         # Every prompt is computed once; only the M states that predict a token are projected
-        hidden = shared_prefix_hidden(self.lm, batch)[batch.predictors]  # (M, D)
+        states = last_hidden_states(self.lm, batch.input_ids, batch.position_ids, batch.layout)
+        hidden = states[0, batch.predictors]  # (M, D) of (1, T, D)
         head = self.lm.get_output_embeddings()
         statistics = token_statistics(
             hidden,
@@ -133,8 +136,11 @@ class RewardModel(nn.Module):
 
     def forward(self, batch: AnyBatch) -> Tensor:
         """Reward (B,), float32, read at the last real token of each sequence."""
+        from common.model.shared_prefix import last_hidden_states
+
         if isinstance(batch, SharedPrefixBatch):
-            last_hidden = shared_prefix_hidden(self.lm, batch)[batch.last]  # (B, D)
+            states = last_hidden_states(self.lm, batch.input_ids, batch.position_ids, batch.layout)
+            last_hidden = states[0, batch.last]  # (B, D) of (1, T, D)
         else:
             hidden = self.lm.base_model(
                 input_ids=batch.input_ids,
@@ -147,15 +153,6 @@ class RewardModel(nn.Module):
             last_hidden = hidden[torch.arange(len(last), device=hidden.device), last]  # (B, D)
         rewards: Tensor = self.lm.score(last_hidden.float()).squeeze(-1)  # (B,)
         return rewards.float() + self.shift
-
-
-def shared_prefix_hidden(lm: Any, batch: SharedPrefixBatch) -> Tensor:
-    """Last hidden states (T, D) of a row that holds prompts with all their completions."""
-    from common.model import shared_prefix
-
-    return shared_prefix.last_hidden_states(lm, batch.input_ids, batch.position_ids, batch.layout)[
-        0
-    ]
 
 
 def sequence_scores(model: nn.Module, batch: AnyBatch) -> Tensor:

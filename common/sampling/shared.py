@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError, gist
-from common.forward import shared_prefix_hidden
 from common.model import shared_prefix
 from common.model.shared_attention import ranges, to_branches
 from common.padding import Layout, on_device, shared_prefix_batch
@@ -39,7 +38,9 @@ class SharedDecoder:
         self.positions = on_device(positions, device)  # (B',) of the next token
         self.cache = DecodingCache(packed.layout, num_samples, max_length, device)
         packed.layout.kept = {}
-        hidden = shared_prefix_hidden(lm, packed)  # (T, D)
+        hidden = shared_prefix.last_hidden_states(
+            lm, packed.input_ids, packed.position_ids, packed.layout
+        )[0]  # (T, D)
         self.cache.take_prompts(packed.layout.kept)
         last = on_device(lengths.cumsum(0) - 1, device)  # (N,)
         logits = lm.get_output_embeddings()(hidden[last])  # (N, V)
