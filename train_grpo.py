@@ -110,7 +110,7 @@ def main(config: GRPOConfig) -> None:
     if moving_reference is not None:
         lora.require_same_shapes(moving_reference, policy)
     run = Run(policy, order, config, resume_from, vocabulary, moving_reference)
-    draw = partial(sample_and_reward, run, sampler, scorer, config)
+    sample_groups = partial(sample_and_reward, run, sampler, scorer, config)
     watch = StepMonitor(run.metrics, config)
 
     evaluate = partial(held_out.log, run.logger)
@@ -124,11 +124,11 @@ def main(config: GRPOConfig) -> None:
         evaluate(0)  # where curves start
     for step in run.steps():
         # 1. Sample K candidates for each of this rank's N prompts, and score every one
-        groups = draw(*data.prompts(train_set, order.rows(step)))
-        groups = rollouts.replace_flat(groups, train_set, draw, config, step)
+        groups = sample_groups(*data.prompts(train_set, order.rows(step)))
+        groups = rollouts.replace_flat(groups, train_set, sample_groups, config, step)
         # 2. Select G of the K by rejection sampling; plan which share an update and a forward
         selected = rollouts.select(groups, config, step)
-        plans = minibatches.split(selected, config, vocabulary, step)
+        plans = minibatches.plan_updates(selected, config, vocabulary, step)
         # 3. Log-probs (N*G, C) under the reference, and under the policy before its updates
         before = minibatches.score_before_updates(
             policy, reference, plans, selected, config, run.metrics
@@ -137,7 +137,7 @@ def main(config: GRPOConfig) -> None:
         advantages = minibatches.advantages(selected, before.ref_logps, config)
         watch.record(selected, advantages, step)
         # 5. One or several updates on every minibatch
-        collated = minibatches.collate(selected, plans, before, advantages, config)
+        collated = minibatches.with_values(selected, plans, before, advantages, config)
         check_first_rollout(policy, collated, config, step)
         for update in minibatches.updates(collated, config, run.metrics):
             for batch in run.micro_batches(update.micro_batches, may_stop=update.is_first):

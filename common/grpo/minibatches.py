@@ -1,8 +1,8 @@
 """From selected completions to the micro-batches of a step's updates.
 
-`split` plans which completions share an update and a forward pass, `score_before_updates` computes
-their log-probabilities, `advantages` their advantages; `collate` makes micro-batches of all of it,
-once. Until then tensors are indexed by slot (see `rollouts`).
+`plan_updates` plans which completions share an update and a forward pass, `score_before_updates`
+computes their log-probabilities, `advantages` their advantages; `with_values` makes micro-batches
+of all of it, once. Until then tensors are indexed by slot (see `rollouts`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,7 +93,7 @@ class Update(NamedTuple):
 # ---- completions that go together ----------------------------------------------------------------
 
 
-def split(
+def plan_updates(
     selected: SelectedCandidates, config: GRPOConfig, vocabulary: Vocabulary, step: int
 ) -> list[UpdatePlan]:
     """Split the completions that count into updates, and each into batches by length. Collective.
@@ -253,7 +253,7 @@ def advantages_of_steps(selected: SelectedCandidates, config: GRPOConfig) -> Ten
 # ---- micro-batches -------------------------------------------------------------------------------
 
 
-def collate(
+def with_values(
     selected: SelectedCandidates,
     plans: Sequence[UpdatePlan],
     before: OldLogps,

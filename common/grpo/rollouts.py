@@ -175,7 +175,7 @@ def select_rows(groups: Groups, indices: Tensor, config: GRPOConfig) -> Selected
 def replace_flat(
     groups: Groups,
     train_set: Sequence[Example],
-    draw: Callable[[list[Example], Tensor], Groups],
+    sample_groups: Callable[[list[Example], Tensor], Groups],
     config: GRPOConfig,
     step: int,
 ) -> Groups:
@@ -185,7 +185,7 @@ def replace_flat(
     a permutation of the step, without the rows of the batch: neither resuming a run nor the number
     of ranks changes which prompts are in the batch in the end.
 
-    `draw` samples and rewards prompts, of which some are filler.
+    `sample_groups` samples and rewards prompts, of which some are filler.
     """
     if config.zero_variance != "resample":
         return groups
@@ -199,13 +199,13 @@ def replace_flat(
         taken = list(islice(fresh, sum(num_flat)))
         if not taken:
             break
-        # The k-th flat group over the ranks gets the k-th fresh row. Ranks draw equally many, since
-        # a reward model is called by all or by none.
+        # The k-th flat group over the ranks gets the k-th fresh row. Ranks sample equally many,
+        # since a reward model is called by all or by none.
         start = sum(num_flat[:rank])
         mine = taken[start : start + len(flat)]
         filler: list[int | None] = [None] * (max(num_flat) - len(mine))
-        drawn = draw(*data.prompts(train_set, [*mine, *filler]))
-        groups = replaced(groups, flat[: len(mine)], drawn)
+        fresh_groups = sample_groups(*data.prompts(train_set, [*mine, *filler]))
+        groups = replaced(groups, flat[: len(mine)], fresh_groups)
         num_replaced += len(taken)
     return replace(groups, num_replaced=num_replaced)
 

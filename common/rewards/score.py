@@ -180,7 +180,9 @@ class RewardFunctions:
 
     # ---- before training -------------------------------------------------------------------------
 
-    def check_rows(self, *splits: Sequence[Example]) -> None:
+    def check_rows(
+        self, examples: Sequence[Example], eval_examples: Sequence[Example] = ()
+    ) -> None:
         """Refuse rows whose columns the functions cannot judge by, before a model is loaded.
 
         A built-in that raises on an empty completion could not judge any other.
@@ -189,9 +191,9 @@ class RewardFunctions:
             UserError: rows differ in their columns, a row names an unknown function or lacks a
                 column that its functions need, or a reward model cannot read messages.
         """
-        first = next(chain(*splits), None)
+        first = next(chain(examples, eval_examples), None)
         needed = {name: needed_columns(f) for name, f in self.functions.items()}
-        for example in chain(*splits):
+        for example in chain(examples, eval_examples):
             columns, where = example.columns, f"row {example.row + 1} of the prompts"
             if first and columns.keys() != first.columns.keys():
                 raise UserError(

@@ -152,9 +152,9 @@ class Sampler:
             stop_ids, pad_id, config.layout, temperature, top_k, top_p, config.cuda_graphs
         )
         seed = noise.derive_seed(self.config.seed, "sampling", step)
-        return self.draw(examples, num_samples, settings, seed, report)
+        return self.generate(examples, num_samples, settings, seed, report)
 
-    def draw(
+    def generate(
         self,
         examples: Sequence[Example],
         num_samples: int,
@@ -162,7 +162,7 @@ class Sampler:
         seed: int,  # of the step
         report: Callable[[str], object],
     ) -> Rollouts:
-        """Sample with the noise of a `seed`; see `sample`. Collective at its start only."""
+        """The completions that `sample` returns; an engine overrides it. Collective at its start."""
         max_length = self.config.max_completion_length
         longest = max((len(example.prompt_ids) for example in examples), default=0)
         num_prompts, count = decoded_at_once(longest, num_samples, self.config)

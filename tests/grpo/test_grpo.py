@@ -90,9 +90,9 @@ def part_of(groups: Groups, indices: list[int]) -> Groups:
 def collated(selected: SelectedCandidates, config: GRPOConfig) -> list[list[MicroBatch]]:
     """The micro-batches of every update, without a reference."""
     advantages = minibatches.advantages(selected, None, config)
-    plans = minibatches.split(selected, config, tiny.vocabulary(pad_id=PAD), 0)
+    plans = minibatches.plan_updates(selected, config, tiny.vocabulary(pad_id=PAD), 0)
     before = OldLogps(None, None, [])
-    return minibatches.collate(selected, plans, before, advantages, config)
+    return minibatches.with_values(selected, plans, before, advantages, config)
 
 
 def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tensor]:

@@ -33,7 +33,7 @@ from common.padding import padded_batch
 from common.sampling import decode as decoding
 from common.sampling import sampler as generation
 from common.sampling import shared
-from common.sampling.decode import Settings, draw, restrict
+from common.sampling.decode import Settings, inverse_cdf, restrict
 from common.sampling.sampler import Rollouts, Sampler
 
 STOP = 0
@@ -309,7 +309,7 @@ def test_draw_inverts_the_cumulative_distribution(weights, uniform):
         weights, total = [*weights, 1.0], 1.0
     probabilities = torch.tensor(weights, dtype=torch.float64) / total
     logps = probabilities.log().float()[None]
-    token = int(draw(logps, torch.tensor([uniform], dtype=torch.float64)))
+    token = int(inverse_cdf(logps, torch.tensor([uniform], dtype=torch.float64)))
     assert weights[token] > 0
     below = sum(weights[:token]) / total
     assert below - 1e-6 <= uniform <= below + weights[token] / total + 1e-6
@@ -320,12 +320,12 @@ def test_draw_never_gives_a_token_of_probability_zero():
     edges = [5e-324, 1e-300, 2.0**-53, 0.5, 0.5 + 2.0**-53, 1 - 2.0**-53]
     uniforms = torch.tensor(edges, dtype=torch.float64)
     uniforms = torch.cat([uniforms, noise.uniform(0, torch.arange(1000))])
-    drawn = draw(logps.expand(len(uniforms), -1), uniforms)
+    drawn = inverse_cdf(logps.expand(len(uniforms), -1), uniforms)
     assert set(drawn.tolist()) == {1, 4}
     assert drawn[:6].tolist() == [1, 1, 1, 1, 4, 4]
     certain = torch.full((1, 50), -torch.inf)
     certain[0, 49] = 0.0
-    assert draw(certain, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).item() == 49
+    assert inverse_cdf(certain, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).item() == 49
 
 
 def test_draw_reaches_the_ends_though_the_probabilities_do_not_sum_to_1():
@@ -333,7 +333,7 @@ def test_draw_reaches_the_ends_though_the_probabilities_do_not_sum_to_1():
     num_tokens = 50_000
     logps = torch.full((2, num_tokens), math.log(1 / num_tokens) - 1e-4)  # they sum to 0.9999
     uniforms = torch.tensor([1e-12, 1 - 1e-12], dtype=torch.float64)
-    assert draw(logps, uniforms).tolist() == [0, num_tokens - 1]
+    assert inverse_cdf(logps, uniforms).tolist() == [0, num_tokens - 1]
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from common import distributed, noise
 from common.config.stages import CommonConfig
 from common.record.jsonl import read_jsonl
 from common.rewards.models import RewardModelFunction
-from common.sampling.decode import draw, draw_token
+from common.sampling.decode import draw_token, inverse_cdf
 
 SHORT, LONG = 5, 50  # steps
 TASKS = ("sft", "reward", "dpo", "grpo", "grpo_global")
@@ -361,6 +361,6 @@ def test_draw_in_two_steps_leaves_less_room_to_rounding() -> None:
         drawn = [way(values.expand(len(numbers), -1), numbers) for values in (logps, other)]
         return int((drawn[0] != drawn[1]).sum())
 
-    at_once = num_changed(draw, uniforms[:, 0])
+    at_once = num_changed(inverse_cdf, uniforms[:, 0])
     assert at_once > 20
     assert num_changed(draw_token, uniforms) < at_once / 4

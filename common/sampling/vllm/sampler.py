@@ -60,7 +60,7 @@ class EngineSampler(Sampler):
                 self.send = sender(self.server, self.weights)
 
     @torch.no_grad()
-    def draw(
+    def generate(
         self,
         examples: Sequence[Example],
         num_samples: int,
