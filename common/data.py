@@ -19,7 +19,6 @@ from common.padding import MAKERS, AnyBatch
 from common.text.example import Example as Example
 from common.text.example import Vocabulary
 
-MOST_FILLER = 10_000  # largest batch, fillers included, where the data set has fewer rows
 order_of_epoch = functools.lru_cache(1)(permutation)
 
 
@@ -103,16 +102,10 @@ class BatchOrder:
         """Order of this process, for a training set of rows with these lengths.
 
         Raises:
-            UserError: the global batch cannot be shared evenly, or is nearly all filler.
+            UserError: the global batch cannot be shared evenly.
         """
         rank, world_size = distributed.rank(), distributed.world_size()
         distributed.refuse_uneven(config.batch_size, world_size)
-        most = max(MOST_FILLER, len(lengths))
-        if config.batch_size > most:
-            raise UserError(
-                f"--batch_size is {config.batch_size}, and there are {len(lengths)} rows to take "
-                f"a batch of; lower it to {most} or less."
-            )
         return cls(lengths, config.batch_size, config.seed, rank, world_size)
 
     def total_steps(self, config: TrainConfig) -> int:

@@ -310,19 +310,6 @@ def test_the_source_is_told_before_the_header_is_cut_away(tokenizer):
     assert example.source == "tldr"
 
 
-def test_a_slow_tokenizer_is_refused_where_characters_are_needed(gpt2):
-    class Slow:
-        is_fast = False
-        decode = gpt2.decode
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return gpt2(*args, **kwargs)
-
-    row = {"prompt": "one two three four", "completion": " x"}
-    with pytest.raises(UserError, match="'tldr' needs a fast tokenizer; use 'start'"):
-        tokenize([row], Slow(), max_prompt_length=2)
-
-
 # --- tokenisation ---------------------------------------------------------------------------------
 
 

@@ -39,10 +39,10 @@ def draw_token(logps: Tensor, uniforms: Tensor) -> Tensor:
     """Draw a block of about sqrt(V) neighbouring tokens, then a token of the block.
 
     The distribution is that of `inverse_cdf`. But a rounding error in the logits moves every
-    boundary of a cumulative distribution, and another token is drawn when a uniform number lies in between. Here
-    it meets 2 sqrt(V) boundaries, not V: between models that 50 steps on 1 and on 2 ranks made (V =
-    1024) 2e-6 of the tokens change, not 2e-5. One pass over the vocabulary instead of a cumulative
-    sum in float64 is also quicker: 10 times on a CPU with V = 50257.
+    boundary of a cumulative distribution, and another token is drawn when a uniform number lies in
+    between. Here it meets 2 sqrt(V) boundaries, not V: between models that 50 steps on 1 and on 2
+    ranks made (V = 1024) 2e-6 of the tokens change, not 2e-5. One pass over the vocabulary instead
+    of a cumulative sum in float64 is also quicker: 10 times on a CPU with V = 50257.
 
     Of log-probabilities (B, V) and independent float64 numbers (B, 2) in (0, 1).
     """

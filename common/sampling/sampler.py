@@ -162,7 +162,7 @@ class Sampler:
         seed: int,  # of the step
         report: Callable[[str], object],
     ) -> Rollouts:
-        """The completions that `sample` returns; an engine overrides it. Collective at its start."""
+        """The completions that `sample` returns, which an engine overrides. Collective at first."""
         max_length = self.config.max_completion_length
         longest = max((len(example.prompt_ids) for example in examples), default=0)
         num_prompts, count = decoded_at_once(longest, num_samples, self.config)

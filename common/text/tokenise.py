@@ -108,7 +108,7 @@ def tokenize_rows(
         split: Name for the report and for errors.
 
     Raises:
-        UserError: A slow tokenizer and a prompt to cut, or a cue that no prompt has.
+        UserError: No prompt has the cue that was asked for.
     """
     cue = typed_cue(config)
     if cue and not any(closing_cue(row.prompt, cue) for row in rows):
@@ -178,10 +178,6 @@ def _tokenize_prompts(
     leading = leading_ids(tokenizer)
     opening = tokenizer.decode(leading)
     room = config.max_prompt_length - len(leading)
-    if room < 1:
-        raise UserError(
-            f"max_prompt_length is {config.max_prompt_length}, too little for more than the bos."
-        )
     result: list[_Text | None] = []
     for row, ids in zip(rows, encode([row.prompt for row in rows], tokenizer), strict=True):
         if row.messages:
@@ -192,14 +188,9 @@ def _tokenize_prompts(
         if len(ids) <= room:
             result.append(_Text(prompt, leading + ids, False))
         elif config.prompt_truncation == "start":
-            ids = ids[-room:]
+            ids = ids[len(ids) - room :]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             result.append(_Text(text, leading + ids, True))
-        elif not tokenizer.is_fast:
-            raise UserError(
-                "prompt_truncation 'tldr' needs a fast tokenizer; use 'start' with "
-                f"{type(tokenizer).__name__}."
-            )
         else:
             cue = closing_cue(prompt, typed_cue(config))
             shorter = truncate_prompt(prompt, tokenizer, room, cue)
