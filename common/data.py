@@ -210,14 +210,15 @@ def pack_micro_batches(
 
 def collate(groups: Sequence[PromptGroup], layout: str, pad_id: int) -> AnyBatch:
     """Make one batch of groups, a group's completions next to each other."""
-    return MAKERS[layout](
+    batch = MAKERS[layout](
         [group.prompt_ids for group in groups],
         [group.completions for group in groups],
         pad_id,
         is_real=[bool(group.slots) for group in groups],
-        slots=[s for group in groups for s in group.slots or [0] * len(group.completions)],
-        rows=[group.row for group in groups],
     )
+    slots = [s for group in groups for s in group.slots or [0] * len(group.completions)]
+    rows = [group.row for group in groups for _ in group.completions]
+    return replace(batch, slots=torch.tensor(slots), rows=rows)
 
 
 def batches(

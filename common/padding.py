@@ -137,8 +137,6 @@ def padded_batch(
     pad_id: int,
     *,
     is_real: Sequence[bool] | None = None,
-    slots: Sequence[int] | None = None,
-    rows: Sequence[int] | None = None,
 ) -> PaddedBatch:
     """Put N prompts with their completions into one row per completion.
 
@@ -149,15 +147,12 @@ def padded_batch(
         pad_id: Id that fills the padding; it is masked, so any id of the vocabulary will do.
         is_real: For each of the N prompts, False = its rows keep their attention mask (an empty one
             would give NaN) but count nowhere; default all True.
-        slots: For each of the B completions, default 0, 1, ...
-        rows: For each of the N prompts, its row in the data set, default -1.
 
     Returns:
-        PaddedBatch of B rows on the CPU, those of a prompt next to each other.
+        PaddedBatch of B rows on the CPU, those of a prompt next to each other; the slots are 0, 1,
+        ..., the rows of the data set -1, for unknown.
     """
-    completion_ids, token_mask, shared = _completions(
-        prompts, completions, pad_id, is_real, slots, rows
-    )
+    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real)
     prompt_rows = [
         prompt for prompt, group in zip(prompts, completions, strict=True) for _ in group
     ]
@@ -246,13 +241,9 @@ def shared_prefix_batch(
     pad_id: int,
     *,
     is_real: Sequence[bool] | None = None,
-    slots: Sequence[int] | None = None,
-    rows: Sequence[int] | None = None,
 ) -> SharedPrefixBatch:
     """Put N prompts with any number of completions each into one row; see `padded_batch`."""
-    completion_ids, token_mask, shared = _completions(
-        prompts, completions, pad_id, is_real, slots, rows
-    )
+    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real)
     ids: list[int] = []
     positions: list[int] = []
     trunks: list[tuple[int, int, int, int]] = []
@@ -301,8 +292,6 @@ def _completions(
     completions: Sequence[Sequence[Sequence[int]]],
     pad_id: int,
     is_real: Sequence[bool] | None,
-    slots: Sequence[int] | None,
-    rows: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Check the arguments of either layout, and pad the completions on the right.
 
@@ -310,7 +299,6 @@ def _completions(
         ids (B, C); mask (B, C), True = a token; the fields that both layouts have alike.
     """
     is_real = [True] * len(prompts) if is_real is None else is_real
-    rows = [-1] * len(prompts) if rows is None else rows
     assert len(prompts) == len(completions) == len(is_real), (
         "one list of completions and one flag per prompt"
     )
@@ -321,8 +309,8 @@ def _completions(
     shared = {
         "completion_mask": token_mask & is_real_row[:, None],
         "is_real": is_real_row,
-        "slots": torch.arange(len(ids)) if slots is None else torch.tensor(slots),
-        "rows": [row for row, group in zip(rows, completions, strict=True) for _ in group],
+        "slots": torch.arange(len(ids)),
+        "rows": [-1] * len(ids),
     }
     return ids, token_mask, shared
 
