@@ -24,10 +24,13 @@ class EngineError(UserError):
 
 def gist(error: BaseException) -> str:
     """The first sentence of an exception on one line, without its full stop."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, KeyError):
-        text = f"there is no {text}"
-    return text.split(". ")[0][:240].rstrip(".")
+    text = str(error).strip() or type(error).__name__
+    return first_sentence(f"there is no {text}" if isinstance(error, KeyError) else text)
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a text on one line, without its full stop."""
+    return " ".join(text.split()).split(". ")[0][:240].rstrip(".")
 
 
 def hint(name: str, names: Iterable[str], otherwise: str = OTHERWISE) -> str:

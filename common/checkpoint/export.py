@@ -47,12 +47,15 @@ def save_pretrained(
     Raises:
         UserError: rank 0 could not write it; raised on every rank.
     """
-    whole = once_each(module, fsdp.full_state_dict(module))
-    state, lm, failure = {n.removeprefix("lm."): whole.pop(n) for n in list(whole)}, module.lm, ""
+    lm, failure = module.lm, ""
+    whole = once_each(module, fsdp.full_state_dict(module))  # tied parameters once
+    # With `pop`, so that `state` alone refers to a weight, and can free it.
+    state = {name.removeprefix("lm."): whole.pop(name) for name in list(whole)}
     if distributed.is_rank0():
         try:
             if reward_shift and not hf_folder.fold_reward_shift(lm, state, reward_shift):
-                lm.config.reward_shift = module.shift + reward_shift  # it may have come with one
+                # No bias to fold it into: the config keeps it, added to that of the loaded model.
+                lm.config.reward_shift = module.shift + reward_shift
             settings = hf_folder.settings_of(lm, vocabulary, config)
             hf_folder.write_folders(lm, state, settings, folder)
         except Exception as error:  # of a disk, or whatever transformers refuses

@@ -45,10 +45,11 @@ OF_MODEL = ("config.json", "generation_config.json")  # in the folder of whole w
 def settings_of(
     lm: Any, vocabulary: Vocabulary, config: TrainConfig | None = None
 ) -> dict[str, bytes]:
-    """Files of a model and of its adapter other than weights, by name.
+    """Every file of a model's folder but its weights: contents by name.
 
-    The vocabulary's stop ids are the generation config's eos ids, so `generate` stops there. With
-    the config of the run there is a model card.
+    Of a model with adapters also peft's `adapter_config.json`, which `write_folders` puts into the
+    adapter's folder. The vocabulary's stop ids become the generation config's eos ids, so that
+    `generate` stops there. With the config of the run there is a model card.
     """
     model_config = copy.deepcopy(lm.config)
     model_config.architectures = [type(lm).__name__]

@@ -86,7 +86,7 @@ def shard(
     device = distributed.device()
     lm = next((child for child in module.modules() if isinstance(child, PreTrainedModel)), None)
     if lm is not None:
-        prepare(lm, config)
+        use_our_modules(lm, config)
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(lm)
     set_mode(module, config)
@@ -179,8 +179,8 @@ def prefetch(blocks: Sequence[nn.Module], num_ahead: int) -> None:
         block.set_modules_to_backward_prefetch(units[max(0, i - num_ahead) : i][::-1])
 
 
-def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:
-    """Replace modules of a Hugging Face model by more precise or faster ones, in place."""
+def use_our_modules(lm: PreTrainedModel, config: CommonConfig) -> None:
+    """Replace a Hugging Face model's head, GELU and attention by this project's, in place."""
     project_in_float32(lm)
     fuse_gelu(lm)
     from common.model import shared_prefix

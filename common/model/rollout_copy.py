@@ -24,13 +24,13 @@ class RolloutCopy:
     """
 
     def __init__(self, lm: Any, config: CommonConfig) -> None:
-        """Build the copy without storage. `lm` is the Hugging Face model inside the policy."""
+        """Build a copy of the policy's Hugging Face model `lm` without storage for its weights."""
         dtype = torch.bfloat16 if config.bf16 else torch.float32
         with torch.device("meta"):
             self.lm = type(lm)(lm.config).to(dtype).eval().requires_grad_(False)
-        fsdp.prepare(self.lm, config)
+        fsdp.use_our_modules(self.lm, config)
         self.source = lm
-        for name, buffer in lm.named_buffers():
+        for name, buffer in lm.named_buffers():  # rotary tables, which are not parameters: shared
             parent, _, leaf = name.rpartition(".")
             self.lm.get_submodule(parent).register_buffer(leaf, buffer, persistent=False)
 

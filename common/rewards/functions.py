@@ -189,7 +189,7 @@ def find_function(name: str) -> RewardFunction | None:
     """The function of that name, None if the name is a model's folder or hub id.
 
     Raises:
-        UserError: The name is nothing of all that.
+        UserError: the name is neither a function nor possibly a model.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -213,7 +213,8 @@ def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
     """The function of `path/to/file.py:function`; runs the file.
 
     Raises:
-        UserError: There is none; names the flag.
+        UserError: no such file or function; the sentence names the `flag` that the name was given
+            by.
     """
     file, _, function_name = name.rpartition(":")
     path = Path(os.path.expanduser(file))  # Path's own raises for an unknown ~user

@@ -17,7 +17,10 @@ from common.model import checks, fsdp, load
 
 
 class RewardModelFunction:
-    """A reward model's folder as a reward function, which reads a prompt once. Collective."""
+    """A reward model as a reward function. Collective.
+
+    A prompt is computed once for all neighbouring completions of it.
+    """
 
     is_collective = True
 
@@ -48,25 +51,37 @@ class RewardModelFunction:
         prompts: Sequence[Any],
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
+        *,
+        prompt_ids: Sequence[Sequence[int]],
+        has_stop: Sequence[bool],
         **columns: Any,
     ) -> list[float]:
-        """Rewards of B completions: of the policy's ids if the vocabulary is the same.
+        """Rewards of B completions, in their order.
 
-        Otherwise, and for messages that this model's chat template writes differently, the texts
-        are tokenised anew. Of messages the reward is read at the end of the template's turn; a text
-        that stopped gets this model's eos.
+        The policy's ids are scored if this model's tokenizer has the same vocabulary. Otherwise,
+        and for messages that its chat template writes differently, prompts and completions are
+        tokenised again. Behind an answer in messages the turn is ended as the template ends it, and
+        the reward is read there.
+
+        Args:
+            prompts: B texts, or lists of messages.
+            completions: B texts, or lists of one message.
+            completion_ids: Their tokens for the policy.
+            prompt_ids: Those of the prompts.
+            has_stop: Whether the completion ends with a stop token of the policy.
+            columns: Of the rows; those for the chat template are read.
         """
         from common.text.chat import TurnEnd
 
         chat = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
         if self.reads_ids(is_chat=chat is not None):
-            prompt_ids, ids = columns["prompt_ids"], [list(row) for row in completion_ids]
+            ids = [list(row) for row in completion_ids]
             if chat is not None:
                 end = TurnEnd(chat, self.policy_tokenizer)
-                rows = zip(prompts, ids, columns["has_stop"], strict=True)
+                rows = zip(prompts, ids, has_stop, strict=True)
                 ids = [r if isinstance(p, str) else end.closed(r, stop) for p, r, stop in rows]
         else:
-            prompt_ids, ids = self.retokenised(prompts, completions, **columns)
+            prompt_ids, ids = self.retokenised(prompts, completions, has_stop, **columns)
         groups: list[PromptGroup] = []
         for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
             slots = list(group)  # neighbours with the same prompt
@@ -131,7 +146,10 @@ class RewardModelFunction:
         has_stop: Sequence[bool],
         **columns: Any,
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids of prompts and completions, texts or messages, by this model's tokenizer."""
+        """Token ids of prompts and completions, texts or messages, by this model's tokenizer.
+
+        A text that stopped ends with this model's eos.
+        """
         from common.text.chat import TEMPLATE_COLUMNS, render
         from common.text.truncate import encode, leading_ids, without_leading
 

@@ -1,23 +1,23 @@
-"""The calls of a vLLM server, which the user has started."""
+"""A vLLM server that the user has started: its HTTP calls."""
 
 import http.client
 import json
 from typing import Any
 from urllib.parse import urlsplit
 
-from common.errors import EngineError, gist
+from common.errors import EngineError, first_sentence, gist
 from common.sampling.vllm.config import EngineConfig, is_restricted
 
 OLDEST = (0, 30)  # version of vLLM that has all the calls
 
 
 class Server:
-    """Calls of a server."""
+    """A vLLM server at an address; every failure is an EngineError that names the address."""
 
     def __init__(self, address: str, ddp_timeout: float) -> None:
-        """Name it by its URL.
+        """Take the server's URL, and the seconds that ranks wait for each other.
 
-        A call waits for half as long as the other ranks wait, which then still get its error.
+        A call waits for half as long, so that the other ranks still get its error.
         """
         self.address, self.timeout = address, ddp_timeout / 2
 
@@ -36,7 +36,7 @@ class Server:
         finally:
             connection.close()
         if answer.status != http.client.OK:
-            reason = gist(ValueError(text[:2000].decode(errors="replace")))
+            reason = first_sentence(text[:2000].decode(errors="replace")) or answer.reason
             raise self.error(f"answers {path} with status {answer.status}: {reason}")
         try:
             return json.loads(text) if text else None
