@@ -118,6 +118,7 @@ def main(config: DPOConfig) -> None:
         batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
         for batch in run.micro_batches(batches):
+            batch = batch.to(distributed.device())
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
             token_logps, mask = policy(batch).token_logps, batch.completion_mask  # (B, C)
             shared = shared_lengths[batch.slots // 2]  # (B,)

@@ -56,6 +56,7 @@ from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
 from common.grpo.sampler_correction import sampler_weights
 from common.losses import (
+    aggregate,
     clipped_tokens,
     kl_estimate,
     policy_loss,
@@ -268,7 +269,13 @@ def grpo_loss(
         metrics.add("kl", (kl * mask).sum(), num_real)
         if config.kl_in == "loss":
             per_token = per_token + config.beta * kl
-    loss = micro_batch.aggregated(per_token, config)
+    loss = aggregate(
+        per_token,
+        mask,
+        aggregation=config.aggregation,
+        max_length=config.max_completion_length,
+        **micro_batch.denominators._asdict(),
+    )
     metrics.add("loss", loss * micro_batch.denominators.num_sequences, num_real)
     metrics.add("entropy", scores.entropy.sum(), num_tokens)
     is_clipped = clipped_tokens(logps, old_logps, advantages, mask, **options)

@@ -85,6 +85,7 @@ def main(config: RewardConfig) -> None:
         batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
         for batch in run.micro_batches(batches):
+            batch = batch.to(distributed.device())
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
             rewards = model(batch).view(-1, 2)  # (N, 2): chosen, rejected
             margin = margin_of_row[batch.slots[::2] // 2]  # (N,)

@@ -69,6 +69,7 @@ def main(config: SFTConfig) -> None:
         batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
         for batch in run.micro_batches(batches):
+            batch = batch.to(distributed.device())
             token_logps = policy(batch).token_logps  # (B, C)
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()

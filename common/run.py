@@ -19,7 +19,7 @@ from common.model import fsdp
 from common.record.metrics import Accumulator
 from common.text.example import Vocabulary
 
-Batch = TypeVar("Batch", bound=Any)  # with `to(device)`; or what holds one as its `batch`
+Batch = TypeVar("Batch", bound=Any)  # a batch, or what holds one as its `batch`
 Hook = Callable[[int], None]  # evaluates, or shows samples, after so many steps
 MAX_NAMED = 8  # rows in a message
 
@@ -97,7 +97,7 @@ class Run:
             raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from None
 
     def micro_batches(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
-        """An update's micro-batches, moved to the device one by one. Collective.
+        """An update's micro-batches, one by one. Collective.
 
         Gradients are reduced in the last one's backward, or with `shard_gradients` in every one.
 
@@ -111,7 +111,7 @@ class Run:
                 self.checkpointer.stop_if_asked(self.step)
             is_last = i == len(batches) - 1
             fsdp.reduce_gradients_in_next_backward(self.module, is_last, self.shards_gradients)
-            yield batch.to(distributed.device())
+            yield batch
 
     def update(self) -> None:
         """Clip and take an optimiser step, on the gradients of `micro_batches`. Collective.

@@ -1,45 +1,40 @@
 """The best checkpoint of a run, by a metric that was logged at its step."""
 
-import difflib
 from pathlib import Path
 
 from common import distributed
 from common.checkpoint import layout
 from common.config.stages import CommonConfig, TrainConfig
 from common.errors import UserError
-from common.record.glossary import METRICS, is_defined
+from common.record.glossary import is_defined
 from common.record.run_folder import read_metrics
 
 
 def refuse_impossible(config: CommonConfig) -> None:
-    """Raise a UserError for a metric that cannot rank checkpoints."""
+    """Raise a UserError for a metric that no run of this stage logs, or not where it saves."""
     from common.rewards.functions import short_names
 
     if not isinstance(config, TrainConfig):
         return
     metric, every = config.metric_for_best_model, config.eval_steps
-    if config.load_best_model_at_end and not metric:
-        raise config.refused("load_best_model_at_end", "false without --metric_for_best_model")
-    if metric and not config.save_steps:
-        raise config.refused("save_steps", f"positive with --metric_for_best_model {metric}")
-    if metric.startswith("eval_") and metric.split("/")[0] not in config.eval_metrics:
-        names = " or ".join(config.eval_metrics)
-        raise config.refused("metric_for_best_model", f"{names}, or a metric of training steps")
-    if metric.startswith("eval_") and (not every or config.save_steps % every):
-        wanted = f"a multiple of --eval_steps {every}, and that positive, with "
-        raise config.refused("save_steps", f"{wanted}--metric_for_best_model {metric}")
-    head, slash, name = metric.partition("/")
-    functions = short_names(getattr(config, "reward_funcs", [])).values()
-    if slash and head in ("reward", "eval_reward") and name not in functions:
-        raise config.refused(
-            "metric_for_best_model", f"of a reward function: {', '.join(functions)}"
-        )
-    if metric and not is_defined(metric):
-        close = difflib.get_close_matches(metric, METRICS, 3) or ["eval_loss", "reward"]
+    if not metric:
+        if config.load_best_model_at_end:
+            raise config.refused("load_best_model_at_end", "false without --metric_for_best_model")
+        return
+    functions = list(short_names(getattr(config, "reward_funcs", [])).values())
+    name, slash, function = metric.partition("/")  # eval_reward/gold: of a reward function
+    is_held_out = name.startswith("eval_")
+    is_other = is_held_out and name not in config.eval_metrics
+    is_other |= bool(slash) and name.endswith("reward") and function not in functions
+    if is_other or not is_defined(metric):
+        names = [*config.eval_metrics, *(f"eval_reward/{function}" for function in functions)]
         raise UserError(
-            f"--metric_for_best_model is {metric}, which no run logs; "
-            f"name a metric, as {' or '.join(close)}."
+            f"--metric_for_best_model is {metric}, which no run of this stage logs; name "
+            f"{', '.join(names)}, or a metric of training steps (docs/metrics.md)."
         )
+    if not config.save_steps or (is_held_out and (not every or config.save_steps % every)):
+        needed = f"a multiple of a positive --eval_steps, {every}," if is_held_out else "positive"
+        raise config.refused("save_steps", f"{needed} with --metric_for_best_model {metric}")
 
 
 def ranking(output_dir: Path, metric: str) -> list[Path]:

@@ -20,7 +20,6 @@ from common.advantages import group_advantages, normalise_globally, step_advanta
 from common.forward import Policy, ReferenceStates
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates
-from common.losses import aggregate
 from common.model import fsdp
 from common.model.projection import Head
 from common.noise import derive_seed, hash_counters
@@ -57,7 +56,7 @@ class OldLogps(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Completions that share a forward pass, with everything that their loss needs."""
+    """Completions that share a forward pass, with all that their loss needs, on the device."""
 
     batch: AnyBatch  # B completions
     denominators: Denominators
@@ -66,20 +65,6 @@ class MicroBatch:
     old_logps: Tensor | None  # (B, C)
     ref_logps: Tensor | None  # (B, C)
     ref_states: ReferenceStates | None
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """Itself: it was made on the device."""
-        return self
-
-    def aggregated(self, per_token: Tensor, config: GRPOConfig) -> Tensor:
-        """Sum the terms (B, C) of the tokens to this micro-batch's share of the update's loss."""
-        return aggregate(
-            per_token,
-            self.batch.completion_mask,
-            aggregation=config.aggregation,
-            max_length=config.max_completion_length,
-            **self.denominators._asdict(),
-        )
 
 
 class Update(NamedTuple):

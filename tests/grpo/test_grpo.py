@@ -33,7 +33,7 @@ from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch, OldLogps
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups, SelectedCandidates, select
-from common.losses import AGGREGATIONS, kl_estimate, policy_loss
+from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.model import lora
 from common.padding import MAKERS
 from common.record.metrics import Accumulator
@@ -110,7 +110,8 @@ def gradient(policy: Policy, groups: Groups, config: GRPOConfig) -> Tensor:
         if config.beta > 0:
             nearby = logps.detach() + 0.02 * part.sampled_logps
             per_token = per_token + config.beta * kl_estimate(logps, nearby)
-        part.aggregated(per_token, config).backward()
+        options = {"aggregation": config.aggregation, "max_length": config.max_completion_length}
+        aggregate(per_token, mask, **options, **part.denominators._asdict()).backward()
     return flat_gradient(policy)
 
 

@@ -117,7 +117,11 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     ("train_sft", {"config": "typo.yaml"}, ["typo.yaml", "'learning_rte'", "mean learning_rate?"]),
     ("train_sft", {"config": "twice.yaml"}, ["twice.yaml, line 3: the key 'seed' is there twice"]),
     ("train_sft", {"max_steps": "many"}, ["--max_steps", "'many'"]),
-    ("train_sft", {"metric_for_best_model": "rewrad", "save_steps": 1}, ["rewrad", "no run logs"]),
+    (
+        "train_sft",
+        {"metric_for_best_model": "rewrad", "save_steps": 1},
+        ["rewrad", "no run of this stage"],
+    ),
     ("train_dpo", {"reward_funcs": "gold"}, ["--reward_funcs", "without --pairs_from rollouts"]),
     ("evaluate", {"policies": []}, ["nothing to evaluate"]),
 ]
