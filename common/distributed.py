@@ -198,10 +198,10 @@ def num_on_host() -> int:
     return number_in("LOCAL_WORLD_SIZE", 1)
 
 
-def print_rank0(*values: object, **options: Any) -> None:
+def print_rank0(text: object) -> None:
     """`print` on rank 0, flushed; silent elsewhere."""
     if is_rank0():
-        print(*values, flush=True, **options)
+        print(text, flush=True)
 
 
 def peak_resident_gb() -> float:

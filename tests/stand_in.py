@@ -70,9 +70,9 @@ class StandIn:
             if self.breaks_at and self.calls.count(path) >= self.breaks_at:
                 return None
             usual = {"choices": self.generate(body["token_ids"], body["sampling_params"])}
-        elif path == "/collective_rpc" and body["method"] == "load_parts":
+        elif path == "/collective_rpc" and body["method"] == "load_packed":
             with torch.no_grad():
-                for name, weight in map(unpacked, body["kwargs"]["parts"]):
+                for name, weight in map(unpacked, body["kwargs"]["weights"]):
                     self.lm.get_parameter(name).copy_(weight)
         elif path == "/server_info":
             usual = {"vllm_config": VLLM_CONFIG}

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -269,8 +270,8 @@ class Checkpointer:
             sums = sums_by_rank[distributed.rank()]
         elif distributed.is_rank0():
             for name in sorted({name for rank_sums in sums_by_rank for name in rank_sums}):
-                pairs = [rank_sums[name] for rank_sums in sums_by_rank if name in rank_sums]
-                sums[name] = [sum(numbers) for numbers in zip(*pairs, strict=True)]
+                of_ranks = [rank_sums[name] for rank_sums in sums_by_rank if name in rank_sums]
+                sums[name] = np.sum(of_ranks, axis=0).tolist()
         self.metrics.restore(sums)
 
     def load_best(self) -> int:

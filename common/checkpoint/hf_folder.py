@@ -163,7 +163,7 @@ def export(checkpoint: Path, output_dir: Path, config: ModelFlags, base: str = "
     is_classifier = checks.is_classifier(model_config)
     auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
     with torch.device("meta"):
-        lm: Any = load.build(auto_class, str(folder), model_config, config)
+        lm: Any = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
     state = read_weights(checkpoint)
     if manifest["adapters"]:
         of_adapter = lora.read_settings(str(folder))

@@ -294,10 +294,10 @@ def load(
         raise config.refused("model_name_or_path", needed)
     if not distributed.is_rank0():
         with torch.device("meta"):
-            return build(auto_class, path, model_config, config)
+            return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
     if is_config:
         torch.manual_seed(derive_seed(config.seed, "model initialisation"))
-        model = build(auto_class, path, model_config, config)
+        model = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
         distributed.seed_everything(config.seed)
         return model
     try:
@@ -324,13 +324,6 @@ def load(
     has_new_head = is_classifier and not checks.is_classifier(model_config)
     checks.check_weights(path, model, report, has_new_head=has_new_head)
     return model
-
-
-def build(
-    auto_class: Any, path: str, model_config: PretrainedConfig, config: ModelFlags
-) -> PreTrainedModel:
-    """A model with random weights, or without storage on the meta device."""
-    return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
 
 
 def add_own_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -121,10 +121,9 @@ def pairs_from_rollouts(
     bar.close()
     all_rewards = distributed.from_all_ranks(all_rewards)
     pairs = informative_pairs(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
-    train_set = as_examples(pairs)
     if distributed.is_rank0():
         write_jsonl(Path(config.output_dir) / file, pairs)
-    return train_set
+    return [replace(pair.example, row=row, messages=[]) for row, pair in enumerate(pairs)]
 
 
 # ---- pairing of candidates -----------------------------------------------------------------------
@@ -241,6 +240,9 @@ def informative_pairs(
     """The pairs of unequal rewards without a blank text, by prompt; rank 0 prints the counts.
 
     `all_rewards` are those of every candidate.
+
+    Raises:
+        UserError: there is none.
     """
     unequal = [pair for pair in pairs if pair.rewards[0] != pair.rewards[1]]
     selected = [pair for pair in unequal if all(text.strip() for text in pair.texts)]
@@ -254,18 +256,13 @@ def informative_pairs(
         f"{sum(all_rewards) / max(1, len(all_rewards)):.3f}, of the chosen {means[0]:.3f}, of the "
         f"rejected {means[1]:.3f}"
     )
-    return selected
-
-
-def as_examples(pairs: Sequence[SampledPair]) -> list[Example]:
-    """The pairs as training examples; raises a UserError if there is none."""
-    if not pairs:
+    if not selected:
         raise UserError(
-            "--pairs_from rollouts gave no pair: all candidates of a prompt have the same reward, "
-            "which is --missing_eos_penalty where none stops; change --reward_funcs, raise "
-            "--temperature or --num_candidates."
+            "rollouts gave no pair: all candidates of a prompt have the same reward, which is "
+            "--missing_eos_penalty where none stops; change --reward_funcs, raise --temperature or "
+            "--num_candidates."
         )
-    return [replace(pair.example, row=row, messages=[]) for row, pair in enumerate(pairs)]
+    return selected
 
 
 def write_jsonl(path: Path, pairs: Sequence[SampledPair]) -> None:

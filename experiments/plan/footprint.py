@@ -107,7 +107,7 @@ def of_model(
     if kind != "policy":
         model_config.num_labels, auto_class = 1, AutoModelForSequenceClassification
     with torch.device("meta"):
-        lm = load.build(auto_class, path, model_config, config)
+        lm = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
     for name, parameter in lm.named_parameters():
         if parameter.ndim > 2:  # so that none of their matrices is a linear layer
             raise UserError(

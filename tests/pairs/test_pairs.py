@@ -163,7 +163,7 @@ def test_pairs_of_all_ranks_stand_in_the_order_of_the_prompts():
 
 def test_no_pair_at_all_is_refused():
     with pytest.raises(UserError, match="all candidates of a prompt have the same reward"):
-        from_rollouts.as_examples([])
+        from_rollouts.informative_pairs([], [], 1)
 
 
 def test_written_pairs_are_rows_of_every_stage(tmp_path):
@@ -176,7 +176,7 @@ def test_written_pairs_are_rows_of_every_stage(tmp_path):
     row = {"prompt": "A prompt TL;DR:", "chosen": " three", "rejected": " one two\u2028"}
     rewards = {"chosen_reward": 0.75, "rejected_reward": 0.5}
     assert load_rows(str(file), "train", kind="preference") == [row | rewards]
-    example = from_rollouts.as_examples(pairs)[0]
+    example = pairs[0].example
     assert example.completions == [rollouts_of(texts).completion_ids[i] for i in (1, 0)]
     assert (example.row, example.prompt_ids, example.columns) == (0, [5, 6], {"facts": 1})
 

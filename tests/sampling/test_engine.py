@@ -117,7 +117,7 @@ def test_the_server_has_the_weights_of_the_moment(family):
         through.sample(EXAMPLES)
         for name, parameter in lm.named_parameters():
             assert torch.equal(parameter, stand_in.lm.get_parameter(name)), name
-        before = ["/start_weight_update", "load_parts", "/finish_weight_update", "pack_heads"]
+        before = ["/start_weight_update", "load_packed", "/finish_weight_update", "pack_heads"]
         assert stand_in.calls[:5] == [*before, "/reset_prefix_cache"]
     stand_in.close()
 
@@ -149,7 +149,7 @@ def test_large_models_are_sent_in_several_requests(stand_in, monkeypatch):
     monkeypatch.setattr("common.sampling.vllm.weights.REQUEST_BYTES", 4096)
     lm = tiny.causal_lm("gpt2")
     sampler(stand_in, lm).sample(EXAMPLES)
-    assert stand_in.calls.count("load_parts") > 5
+    assert stand_in.calls.count("load_packed") > 5
     assert all(torch.equal(p, stand_in.lm.get_parameter(n)) for n, p in lm.named_parameters())
 
 

@@ -29,8 +29,10 @@ class EngineConfig(SamplingConfig):
         if 0 < temperature < LEAST_TEMPERATURE:
             raise self.refused("temperature", f"at least {LEAST_TEMPERATURE} {where}")
         if is_restricted(self) and temperature != 1:
-            why = "vLLM's log-probabilities are then those at 1, or of the restricted distribution"
-            raise self.refused("temperature", f"1 {where} and --top_k or --top_p: {why}")
+            reason = (
+                "vLLM's log-probabilities are then those at 1, or of the restricted distribution"
+            )
+            raise self.refused("temperature", f"1 {where} and --top_k or --top_p: {reason}")
 
 
 def is_restricted(config: EngineConfig) -> bool:

@@ -47,19 +47,19 @@ class Server:
         """The error of a fault, which a verb begins: "does not answer"."""
         return EngineError(f"the vLLM server {self.address} {fault}.")
 
-    def get(self, path: str, *keys: str) -> Any:
-        """Value under nested keys of the answer to a GET request."""
+    def get(self, path: str, key: str) -> Any:
+        """The value of a key in the answer to a GET request; a dot in it leads one level down."""
         value = self.call(path, method="GET")
         try:
-            for key in keys:
-                value = value[key]
+            for name in key.split("."):
+                value = value[name]
         except (KeyError, TypeError):
-            raise self.error(f"answers {path} without {key}") from None
+            raise self.error(f"answers {path} without {name}") from None
         return value
 
-    def setting(self, *keys: str) -> Any:
-        """A value of what vLLM calls its configuration."""
-        return self.get("/server_info?config_format=json", "vllm_config", *keys)
+    def setting(self, name: str) -> Any:
+        """A value of vLLM's configuration, as `model_config.max_model_len`."""
+        return self.get("/server_info?config_format=json", f"vllm_config.{name}")
 
     def run_on_workers(self, method: str, **arguments: Any) -> None:
         """Call a method of `worker.WeightsInRequests`."""
@@ -79,9 +79,10 @@ class Server:
         if tuple(int(number) for number in version.split(".")[:2] if number.isdecimal()) < OLDEST:
             needed = ".".join(map(str, OLDEST))
             raise self.error(f"has vLLM {version}; it must be {needed} or newer")
-        mode, length = (self.setting("model_config", k) for k in ("logprobs_mode", "max_model_len"))
+        mode = self.setting("model_config.logprobs_mode")
         if mode != logprobs_mode(config):
             raise self.error(f"has --logprobs-mode {mode}; it must be {logprobs_mode(config)}")
+        length = self.setting("model_config.max_model_len")
         longest = config.max_prompt_length + config.max_completion_length
         if length < longest:
             raise self.error(f"has --max-model-len {length}; it must be {longest}")

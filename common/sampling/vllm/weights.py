@@ -70,8 +70,8 @@ def sender(server: Server, weights: Weights) -> Callable[[], None]:
     Raises:
         EngineError: the server was started for no transport that there is from here.
     """
-    backend = server.setting("weight_transfer_config", "backend")
-    if server.setting("parallel_config", "worker_extension_cls") == EXTENSION:
+    backend = server.setting("weight_transfer_config.backend")
+    if server.setting("parallel_config.worker_extension_cls") == EXTENSION:
         return partial(send_in_requests, server, weights)
     if backend != "nccl" or distributed.device().type != "cuda":
         raise server.error(
@@ -83,16 +83,16 @@ def sender(server: Server, weights: Weights) -> Callable[[], None]:
 
 def send_in_requests(server: Server, weights: Weights) -> None:
     """Send the weights in the bodies of requests."""
-    parts: list[PackedWeight] = []
+    of_request: list[PackedWeight] = []
     size = 0
     server.start_weight_update()
     for name, weight in weights:
-        parts.append(packed(name, weight))
+        of_request.append(packed(name, weight))
         size += weight.nbytes
         if size >= REQUEST_BYTES:
-            server.run_on_workers("load_parts", parts=parts)
-            parts, size = [], 0
-    server.run_on_workers("load_parts", parts=parts)
+            server.run_on_workers("load_packed", weights=of_request)
+            of_request, size = [], 0
+    server.run_on_workers("load_packed", weights=of_request)
     server.call("/finish_weight_update")
     server.run_on_workers("pack_heads")
 

@@ -21,11 +21,11 @@ def packed(name: str, weight: torch.Tensor) -> PackedWeight:
     return {"name": name, "dtype": dtype, "shape": list(weight.shape), "data": data}
 
 
-def unpacked(part: PackedWeight) -> tuple[str, torch.Tensor]:
+def unpacked(weight: PackedWeight) -> tuple[str, torch.Tensor]:
     """Name and value of what `packed` has packed."""
-    data = bytearray(base64.b64decode(part["data"]))
-    weight = torch.frombuffer(data, dtype=getattr(torch, part["dtype"]))
-    return part["name"], weight.view(part["shape"])
+    data = bytearray(base64.b64decode(weight["data"]))
+    values = torch.frombuffer(data, dtype=getattr(torch, weight["dtype"]))
+    return weight["name"], values.view(weight["shape"])
 
 
 class WeightsInRequests:
@@ -33,9 +33,9 @@ class WeightsInRequests:
 
     weight_transfer_engine: Any  # vLLM's: of any kind, since only its model is asked for
 
-    def load_parts(self, parts: Sequence[PackedWeight]) -> None:
+    def load_packed(self, weights: Sequence[PackedWeight]) -> None:
         """Load some parameters; those of a layer count once all of them are there."""
-        self.weight_transfer_engine.model.load_weights(map(unpacked, parts))
+        self.weight_transfer_engine.model.load_weights(map(unpacked, weights))
 
     def pack_heads(self) -> None:
         """Have a CPU compute with the new weights of a head that is tied to the embedding.
