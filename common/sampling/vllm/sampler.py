@@ -105,10 +105,11 @@ class EngineSampler(Sampler):
         seed: int,
         report: Callable[[str], object],
     ) -> list[Completion]:
-        """B completions, prompt-major."""
-        number = num_samples if settings.temperature > 0 else 1  # else all of a prompt are the same
-        at_once = self.config.generation_batch_size
-        most = min(number, at_once)  # completions in one answer
+        """B completions, prompt-major: requests for some samples of a prompt, several at a time."""
+        # At temperature 0 all samples of a prompt are the same: one is asked for, and repeated.
+        num_distinct = num_samples if settings.temperature > 0 else 1
+        at_once = self.config.generation_batch_size  # completions
+        per_request = min(num_distinct, at_once)
         seeds = noise.hash_counters(seed, row_numbers(examples)).bitwise_and(SEEDS).tolist()  # (N,)
         params = {
             "temperature": settings.temperature,
@@ -122,20 +123,20 @@ class EngineSampler(Sampler):
         }
 
         def ask(request: tuple[int, int]) -> list[Completion]:
-            n, first = request
-            count = min(most, number - first)
+            n, first = request  # the prompt, and the number of the first sample
+            count = min(per_request, num_distinct - first)
             body = {
                 "token_ids": examples[n].prompt_ids,
                 "sampling_params": params | {"n": count, "seed": seeds[n] + first},
             }
             return self.completions(self.server.call("/inference/v1/generate", body), count)
 
-        requests = list(product(range(len(examples)), range(0, number, most)))
+        requests = list(product(range(len(examples)), range(0, num_distinct, per_request)))
         drawn: list[Completion] = []
-        pool = ThreadPoolExecutor(at_once // most)
+        pool = ThreadPoolExecutor(at_once // per_request)
         try:
             for done, completions in enumerate(pool.map(ask, requests), start=1):
-                drawn += completions * (num_samples // number)
+                drawn += completions * (num_samples // num_distinct)
                 report(f"{done} of {len(requests)} requests to vLLM")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
