@@ -20,12 +20,11 @@ prompts, and docs/evaluation.md says what it is.
 
 Writes `results.json`, `scores.jsonl` (what every system scores on every pair), `completions.jsonl`
 (of which every number about generations is a function), `report.html`, `report.md` and
-`plots/*.png` to output_dir, and prints the tables.
+`plots/*.png` to output_dir, and prints the systems' table; `--verbose true` prints all tables.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +32,13 @@ from torch import Tensor
 
 from common import data, distributed, launch, self_checks
 from common.data import Example
+from common.errors import UserError
 from common.evaluation import judges, measure, records, runs, split, summary
-from common.evaluation.config import EvaluateConfig, split_of, with_pairs_known
-from common.evaluation.records import Generation, PairScores, PromptRecord, Results, collect
+from common.evaluation.config import EvaluateConfig, split_of
+from common.evaluation.measure import Reference
+from common.evaluation.records import EvaluationRows, Generation, PairScores, PromptRecord, Results
 from common.evaluation.split import ImplicitReward
+from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy
 from common.model import fsdp, load
 from common.record.run_folder import save_run_files
@@ -45,13 +47,12 @@ from common.text.example import Vocabulary
 if TYPE_CHECKING:
     from common.rewards.score import RewardFunctions
 
-WRITTEN = ("results.json", "report.html", "report.md", records.SCORES, records.COMPLETIONS)
+WRITTEN = (records.RESULTS, "report.html", "report.md", records.SCORES, records.COMPLETIONS)
 
 
 def main(config: EvaluateConfig) -> None:
     """Score pairs and generations with every system, write the results, print the table."""
     distributed.seed_everything(config.seed)
-    config = with_pairs_known(config)
 
     # Load; every folder is checked before the first model is loaded
     policies = [config.ref_model_name_or_path, *config.policies] if config.policies else []
@@ -60,11 +61,9 @@ def main(config: EvaluateConfig) -> None:
     run_rewards = {path: runs.reward_of_run(path) for path in policies}
     rewards, comparing = find_judges(policies, vocabulary, config)
     names, models = rewards.short, list(rewards.reward_models)
-    pairs, prompts = load_data(config, vocabulary, rewards)
-    dataset = config.dataset_name if config.score_pairs else config.prompts_dataset_name
-    split_name = split_of(dataset, config)
-    config = replace(config, dataset_test_split=split_name)
-    table = PairScores(records.describe_pairs(pairs, dataset, split_name))
+    rows = load_data(config, vocabulary, rewards)
+    config = replace(config, score_pairs=bool(rows.pairs), dataset_test_split=rows.split)
+    table = PairScores(records.describe_pairs(rows.pairs, rows.dataset, rows.split))
     start_folder(config)
     mesh = distributed.mesh(config.num_replicas)
     rewards.load(mesh)
@@ -72,52 +71,64 @@ def main(config: EvaluateConfig) -> None:
     # Score pairs with the reward models
     first = [path for path in policies[:1] if path in config.policies]  # in the order of a chain
     evaluated = dict.fromkeys([*first, *models, *config.policies])
-    readings = {path: names[path] for path in evaluated}  # their scores in the main table
-    for path, function in rewards.reward_models.items() if pairs else ():
-        scores = measure.reward_scores(function, pairs, vocabulary, config)
+    main_scores = {path: names[path] for path in evaluated}  # names in `table`, of the main table
+    for path, function in rewards.reward_models.items() if rows.pairs else ():
+        scores = measure.reward_scores(function, rows.pairs, vocabulary, config)
         table.add({names[path]: scores.numpy()})
         write_records(table, [], config)
 
     # Score pairs with the policies, the reference first, and generate
-    reference, ref_logps = None, None
-    scored = pairs if config.score_stop_token else measure.without_stop(pairs, vocabulary)
+    reference: Reference | None = None
+    scored = rows.pairs if config.score_stop_token else measure.without_stop(rows.pairs, vocabulary)
     generations: dict[str, list[Generation]] = {}
     for path, policy_config in policy_configs.items():
-        policy = load_policy(path, policy_config, config, mesh)
-        if pairs:
-            logps, implicit = score_pairs(
-                policy, reference, ref_logps, scored, run_rewards[path], config, vocabulary
-            )
-            ref_logps = logps if ref_logps is None else ref_logps
+        policy, logps = load_policy(path, policy_config, config, mesh), None
+        if rows.pairs:
+            logps = split.score_examples(policy, scored, config, vocabulary, "scoring pairs")
             if path in config.policies:
+                implicit = implicit_rewards(
+                    policy, logps, reference, scored, run_rewards[path], config, vocabulary
+                )
                 kinds, lengths = config.policy_scores, data.lengths(scored)[:, 1:]  # (N, 2)
                 by_kind = measure.policy_scores(names[path], kinds, logps, lengths, implicit)
                 table.add(by_kind)
-                readings[path] = next(iter(by_kind))
-        if reference is None and len(policy_configs) > 1:  # of one alone nothing is known
-            reference = policy
-        write_records(table, collect(prompts, generations), config)
-        if prompts:
-            name = names[path]
-            generations[name] = generate(name, policy, reference, rewards, prompts, config)
-    write_records(table, collect(prompts, generations), config)
+                main_scores[path] = next(iter(by_kind))
+        if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing
+            reference = Reference(policy, logps)
+        write_records(table, records.collect(rows.prompts, generations), config)
+        if rows.prompts:
+            generations[names[path]] = generate(
+                names[path], policy, reference, rewards, rows.prompts, config
+            )
+    write_records(table, records.collect(rows.prompts, generations), config)
 
     # Judge: completions are compared with each other and with the rows' own
-    references = measure.reference_completions(rewards, prompts, config.max_completion_length)
-    prompt_records = collect(prompts, generations, references)
+    references = measure.reference_completions(rewards, rows.prompts, config.max_completion_length)
+    prompt_records = records.collect(rows.prompts, generations, references)
     write_records(table, prompt_records, config)
-    prompt_records = judges.with_verdicts(prompt_records, comparing, prompts, config.seed)
-    if pairs:
-        texts = measure.completion_texts(pairs, vocabulary)
-        table.add(measure.baselines(pairs, texts, config.seed))
+    prompt_records = judges.with_verdicts(prompt_records, comparing, rows.prompts, config.seed)
+    if rows.pairs:
+        texts = measure.completion_texts(rows.pairs, vocabulary)
+        table.add(measure.baselines(rows.pairs, texts, config.seed))
     write_records(table, prompt_records, config)
 
     # Summarise, write, show
-    systems = [
-        summary.describe_system(path, reading, names, models, table, prompt_records)
-        for path, reading in readings.items()
-    ]
-    results = summary.summarise_all(table, prompt_records, systems, dataset, split_name, config)
+    comparison = summary.compare(table) if rows.pairs else None
+    results = Results(
+        dataset=rows.dataset,
+        split=rows.split,
+        num_pairs=len(rows.pairs),
+        num_prompts=len(rows.prompts),
+        num_generations=config.num_generations,
+        attainable_accuracy=summary.attainable_accuracy(table.pairs),
+        systems=[
+            summary.describe_system(path, scores, names, models, comparison, prompt_records)
+            for path, scores in main_scores.items()
+        ],
+        comparison=comparison,
+        reference_completions=summary.summarise(prompt_records, records.REFERENCE),
+        win_rates=all_win_rates(prompt_records),
+    )
     show(results, config)
 
 
@@ -160,16 +171,17 @@ def load_policy(path: str, policy_config: Any, config: EvaluateConfig, mesh: Any
 def generate(
     name: str,
     policy: Policy,
-    reference: Policy | None,
+    reference: Reference | None,
     rewards: "RewardFunctions",
     prompts: Sequence[Example],
     config: EvaluateConfig,
 ) -> list[Generation]:
-    """A policy's completions of N prompts, N*K with all that is measured of them. Collective."""
+    """A policy's completions of N prompts, N*K with their measurements. Collective."""
     title = f"sampling from {name}"
     rollouts = measure.sample_completions(policy, prompts, rewards.vocabulary, config, title)
+    ref_policy = reference.policy if reference else None
     return measure.measure_completions(
-        policy, reference, rewards, prompts, rollouts, config, config.temperature
+        policy, ref_policy, rewards, prompts, rollouts, config, config.temperature
     )
 
 
@@ -183,49 +195,43 @@ def reference_note(policies: Sequence[str]) -> str:
     )
 
 
-def score_pairs(
+def implicit_rewards(
     policy: Policy,
-    reference: Policy | None,
-    ref_logps: Tensor | None,
+    logps: Tensor,
+    reference: Reference | None,
     pairs: Sequence[Example],
     reward: ImplicitReward,
     config: EvaluateConfig,
     vocabulary: Vocabulary,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities (N, 2) of the pairs, and the rewards by which the policy's run judges them.
+) -> Tensor | None:
+    """Rewards (N, 2) by which the policy's run judges the pairs; None without the reference needed.
 
-    The rewards (N, 2) are None if they need a reference and there is none. They are computed as in
-    training, so that both say the same of the same pairs: where tails count `ld_alpha`, policy and
-    reference score the pairs again. `ref_logps` (N, 2) are the reference's. Collective.
+    They are those of training: where tails count `ld_alpha`, policy and reference score the pairs
+    again. `logps` (N, 2) are the policy's. Collective.
     """
-    logps = split.score_examples(policy, pairs, config, vocabulary, "scoring pairs")
     if reward.needs_reference and reference is None:
-        return logps, None
-    lengths = data.lengths(pairs)[:, 1:]  # (N, 2)
-    if reward.ld_alpha == 1:
-        return logps, reward(logps, ref_logps, lengths)
+        return None
+    ref_logps = reference.logps if reference else None
+    if reward.ld_alpha != 1:
 
-    def weighted(model: Policy) -> Tensor:
-        return split.pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
+        def weighted(model: Policy) -> Tensor:
+            title = "scoring pairs"
+            return split.pair_logps(model, pairs, config, vocabulary, title, reward.ld_alpha)
 
-    ref_weighted = weighted(reference) if reward.needs_reference and reference else None
-    return logps, reward(weighted(policy), ref_weighted, lengths)
+        ref_logps = weighted(reference.policy) if reward.needs_reference and reference else None
+        logps = weighted(policy)
+    return reward(logps, ref_logps, data.lengths(pairs)[:, 1:])
 
 
 def show(results: Results, config: EvaluateConfig) -> None:
-    """Write `results.json`, the pictures and the report, and print the tables."""
-    from common.report import evaluation_report, tables
+    """Write `results.json`, the pictures and the report, and print the headline."""
+    from common.report import evaluation_report
 
     output_dir = Path(config.output_dir)
-    if distributed.is_rank0():
-        (output_dir / "results.json").write_text(json.dumps(asdict(results), indent=2) + "\n")
+    records.write_results(results, output_dir)
     evaluation_report.write_report(results, output_dir)
     evaluation_report.log_systems(results, config)
-    distributed.print_rank0(f"\n{evaluation_report.systems_table(results)}\n")
-    if results.comparison:
-        distributed.print_rank0(f"{tables.summary(results.comparison)}\n")
-    for table in tables.generation_tables(results):
-        distributed.print_rank0(f"{table}\n")
+    distributed.print_rank0(f"\n{evaluation_report.terminal_text(results, config.verbose)}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 
@@ -240,29 +246,45 @@ def start_folder(config: EvaluateConfig) -> None:
 
 def load_data(
     config: EvaluateConfig, vocabulary: Vocabulary, rewards: "RewardFunctions"
-) -> tuple[Sequence[Example], Sequence[Example]]:
-    """The pairs to judge and the prompts to sample from, both of the test split; [] of none."""
+) -> EvaluationRows:
+    """The pairs to judge and the prompts to sample from, both of a test split.
+
+    Raises:
+        UserError: there is nothing to do.
+    """
+    from common.text.reading import has_pairs
     from common.text.tokenise import load_examples
 
     pairs: Sequence[Example] = []
     prompts: Sequence[Example] = []
-    if config.score_pairs:
-        name, number = config.dataset_name, config.num_eval_rows
+    dataset = config.dataset_name
+    split_name = split_of(dataset, config) if config.score_pairs else ""
+    if config.score_pairs and has_pairs(config, split_name):
         pairs = load_examples(
-            config, name, split_of(name, config), "preference", vocabulary, number
+            config, dataset, split_name, "preference", vocabulary, config.num_eval_rows
+        )
+    elif not config.generates:
+        raise UserError(
+            f"nothing to evaluate on: no pairs of {dataset} are judged (columns chosen and "
+            "rejected), and no policy generates; give --policies and --num_prompts."
         )
     if config.generates:
-        name, number = config.prompts_dataset_name, config.num_prompts
-        prompts = load_examples(config, name, split_of(name, config), "prompts", vocabulary, number)
+        name = config.prompts_dataset_name
+        split_of_prompts = split_of(name, config)
+        prompts = load_examples(
+            config, name, split_of_prompts, "prompts", vocabulary, config.num_prompts
+        )
+        if not pairs:
+            dataset, split_name = name, split_of_prompts
     rewards.check_messages(pairs)
     rewards.check_rows(prompts)
-    return pairs, prompts
+    return EvaluationRows(dataset, split_name, pairs, prompts)
 
 
 def write_records(
     table: PairScores, prompt_records: list[PromptRecord], config: EvaluateConfig
 ) -> None:
-    """Write what is known so far, so that a judge that fails later loses nothing of it."""
+    """Write the records so far, so that a judge that fails later loses none of them."""
     output_dir = Path(config.output_dir)
     if distributed.is_rank0():
         if table.pairs:

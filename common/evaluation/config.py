@@ -1,6 +1,6 @@
 """The configuration of an evaluation."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from common.config.fields import AUTO, REPORT_TO, flag, free_flag, path_flag
@@ -54,6 +54,7 @@ class EvaluateConfig(EngineConfig):
         [], "judges of two generations: file.py:function (your file is run as code)"
     )
     report_to: list[str] = free_flag(["none"], "none, or one or several of these", REPORT_TO)
+    verbose: bool = flag(False, "print every table of the report, not only that of the systems")
 
     def __post_init__(self) -> None:
         """Refuse values that no evaluation may have."""
@@ -76,25 +77,6 @@ class EvaluateConfig(EngineConfig):
     def generates(self) -> bool:
         """Whether completions are sampled."""
         return bool(self.policies and self.num_prompts)
-
-
-def with_pairs_known(config: EvaluateConfig) -> EvaluateConfig:
-    """The config with `score_pairs` only where there are any.
-
-    Raises:
-        UserError: there is nothing to do.
-    """
-    from common.text.reading import has_pairs
-
-    name = config.dataset_name
-    if config.score_pairs:
-        config = replace(config, score_pairs=has_pairs(config, split_of(name, config)))
-    if not config.score_pairs and not config.generates:
-        raise UserError(
-            f"nothing to evaluate on: no pairs of {name} are judged (columns chosen and rejected), "
-            "and no policy generates; give --policies and --num_prompts."
-        )
-    return config
 
 
 def split_of(name: str, config: EvaluateConfig) -> str:

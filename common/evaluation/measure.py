@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Rollouts
     from common.text.example import Vocabulary
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference policy, with its log-probabilities (N, 2) of the pairs; None without pairs."""
+
+    policy: "Policy"
+    logps: Tensor | None
 
 
 # ---- pairs ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ samples after the first, which is the one that is compared and shown.
 """
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.distributed import is_rank0
 from common.evaluation.intervals import Floats, finite_vector
 
 if TYPE_CHECKING:
@@ -28,9 +30,20 @@ if TYPE_CHECKING:
 
 SCORES = "scores.jsonl"
 COMPLETIONS = "completions.jsonl"
+RESULTS = "results.json"
 POLICY_SCORES = ("implicit_reward", "logp_per_token")
 BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")
 REFERENCE = "reference completion"  # the name under which a row's own completion is compared
+
+
+@dataclass(frozen=True)
+class EvaluationRows:
+    """The rows to evaluate on; of pairs and prompts either may be empty."""
+
+    dataset: str  # of the pairs, without pairs of the prompts
+    split: str
+    pairs: Sequence["Example"]
+    prompts: Sequence["Example"]
 
 
 @dataclass
@@ -223,3 +236,10 @@ class Results:
     comparison: dict[str, Any] | None = None
     reference_completions: dict[str, Any] | None = None
     win_rates: list[dict[str, Any]] = field(default_factory=list)
+
+
+def write_results(results: Results, output_dir: Path) -> None:
+    """Write `results.json`, on rank 0."""
+    if is_rank0():
+        text = json.dumps(asdict(results), indent=2) + "\n"
+        (output_dir / RESULTS).write_text(text, encoding="utf-8")

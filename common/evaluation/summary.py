@@ -11,7 +11,7 @@ of their accuracies: two systems with overlapping intervals may differ significa
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +23,8 @@ from common.evaluation.intervals import (
     mean_over_prompts,
     share_over_prompts,
 )
-from common.evaluation.records import REFERENCE, PairScores, PromptRecord, Results
+from common.evaluation.records import REFERENCE, PairScores, PromptRecord
 from common.record.run_folder import folder_of_run, run_cost
-
-if TYPE_CHECKING:
-    from common.evaluation.config import EvaluateConfig
 
 MEANS = ("kl", "rouge_1", "rouge_2", "rouge_l")
 
@@ -210,40 +207,15 @@ def check_rates(records: Sequence[PromptRecord], name: str, judge: str) -> dict[
     return pass_rates(rewards, votes if has_votes else None, prompts)
 
 
-# ---- all results ---------------------------------------------------------------------------------
-
-
-def summarise_all(
-    table: PairScores,
-    prompt_records: Sequence[PromptRecord],
-    systems: list[dict[str, Any]],
-    dataset: str,
-    split: str,
-    config: "EvaluateConfig",
-) -> Results:
-    """The content of `results.json`; `systems` as `describe_system`."""
-    from common.evaluation.win_rates import all_win_rates
-
-    return Results(
-        dataset=dataset,
-        split=split,
-        num_pairs=len(table.pairs),
-        num_prompts=len(prompt_records),
-        num_generations=config.num_generations,
-        attainable_accuracy=attainable_accuracy(table.pairs),
-        systems=systems,
-        comparison=compare(table) if table.pairs else None,
-        reference_completions=summarise(prompt_records, REFERENCE),
-        win_rates=all_win_rates(prompt_records),
-    )
+# ---- systems -------------------------------------------------------------------------------------
 
 
 def describe_system(
     path: str,
-    reading: str,
+    scores: str,
     names: Mapping[str, str],
     reward_models: Sequence[str],
-    table: PairScores,
+    comparison: Mapping[str, Any] | None,
     prompt_records: Sequence[PromptRecord],
 ) -> dict[str, Any]:
     """A system's row: accuracy on all pairs, the cost of its run, its generations.
@@ -253,21 +225,21 @@ def describe_system(
 
     Args:
         path: Of its model.
-        reading: The key of its scores in `table`.
+        scores: The name in the comparison of the scores that its accuracy is of.
         names: Names of systems and judges by path.
         reward_models: Paths.
-        table: Scores of the pairs, if any.
+        comparison: As `compare`, if there are pairs.
         prompt_records: Completions, if any.
     """
-    scores = table.scores.get(reading)  # (N, 2); none without pairs
+    compared = {row["name"]: row["accuracy"] for row in (comparison or {}).get("systems", [])}
     cost = run_cost(*folder_of_run(path))
     name = names[path]
     system: dict[str, Any] = {
         "name": name,
         "kind": "reward_model" if path in reward_models else "policy",
         "path": path,
-        "scored_by": reading.removeprefix(name).replace("_", " ").strip() or "reward",
-        "accuracy": None if scores is None else asdict(intervals.preference_accuracy(*scores.T)),
+        "scored_by": scores.removeprefix(name).replace("_", " ").strip() or "reward",
+        "accuracy": compared.get(scores),
         "minutes": cost.get("elapsed_minutes"),
         "peak_memory_gb": cost.get("peak_memory_gb"),
     }

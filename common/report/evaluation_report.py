@@ -1,11 +1,7 @@
-"""The table and the report of a chain of runs, from what evaluation recorded.
-
-`results.json` holds `dataset`, `num_pairs`, `attainable_accuracy` (None where it is not known) and
-`systems` (one mapping each: name, accuracy, gold_reward, reward, kl, length, stop_rate, minutes,
-peak_memory_gb; None where not measured).
-"""
+"""The systems' table, the text for the terminal and the report of an evaluation."""
 
 from collections.abc import Mapping
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +13,7 @@ from common.record.terminal import NOT_MEASURED
 from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
-from common.report.figures import (
-    held_out,
-    reward_functions,
-    summary_figures,
-)
+from common.report.figures import held_out, main_reward, reward_functions, summary_figures
 from common.report.page import write_page
 from common.report.plots import system_colours
 
@@ -66,6 +58,51 @@ def systems_table(results: Results) -> Table:
 def number_cell(value: float | None, digits: int, *, scale: float = 1) -> str:
     """A number, or an en dash."""
     return NOT_MEASURED if value is None else f"{scale * value:.{digits}f}"
+
+
+def terminal_text(results: Results, verbose: bool) -> str:
+    """The systems' table and its conclusions; if verbose the other tables of the report too."""
+    others: list[Section | Table] = []
+    if verbose and results.comparison:
+        others += tables.comparison_sections(results.comparison)
+    if verbose:
+        others += tables.generation_tables(results)
+    shown = [str(other.blocks[0] if isinstance(other, Section) else other) for other in others]
+    return "\n\n".join([str(systems_table(results)), conclusions(results), *shown])
+
+
+def conclusions(results: Results) -> str:
+    """The best systems by accuracy and reward, and win rates against the first policy, in words."""
+    lines = [f"{held_out(results).capitalize()}; intervals are 95%."]
+    accuracies = {system["name"]: system.get("accuracy") for system in results.systems}
+    title, rewards = main_reward(results.systems)
+    best = [
+        f"Accuracy is highest for {highest(accuracies, 'accuracy', 100, 1)}%.",
+        f"{title} is highest for {highest(rewards, 'mean', 1, 3)}.",
+    ]
+    several = [sum(map(bool, values.values())) > 1 for values in (accuracies, rewards)]
+    lines.append(" ".join(compress(best, several)))
+    rates = results.win_rates
+    judges = list(dict.fromkeys(rate["judge"] for rate in rates))
+    judge = "gold" if "gold" in judges else next(iter(judges[::-1]), None)  # a judge function's
+    baseline = rates[0]["b"] if rates else None
+    wins = [
+        f"{rate['a']} {interval_cell(rate, 100, 1, 'win_rate')}"
+        for rate in rates
+        if rate["judge"] == judge and rate["b"] == baseline
+    ]
+    if wins:
+        lines.append(f"Win rate % against {baseline}, judged by {judge}: {', '.join(wins)}.")
+    return "\n".join(filter(None, lines))
+
+
+def highest(
+    intervals: Mapping[str, Mapping[str, Any] | None], key: str, scale: float, digits: int
+) -> str:
+    """The name and value of the system with the highest value; "" without any."""
+    values = {name: interval[key] for name, interval in intervals.items() if interval}
+    best = max(values, key=values.__getitem__, default="")
+    return best and f"{best}, {scale * values[best]:.{digits}f}"
 
 
 def system_numbers(results: Results) -> dict[str, float]:

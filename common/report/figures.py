@@ -21,6 +21,8 @@ from common.report.plots import (
     titled_figure,
 )
 
+MODEL_SCORE = "Reward-model score of completions"
+
 
 def summary_figures(
     results: Results,
@@ -83,21 +85,32 @@ def draw_accuracy(axes: Any, results: Results, colours: Mapping[str, str]) -> No
     axes.set_ylim(min(ends) - margin, max(ends) + margin)
 
 
-def draw_reward(axes: Any, results: Results, colours: Mapping[str, str]) -> None:
-    """The mean of the gold reward, else of the first reward function, else reward model."""
-    systems = results.systems
+def main_reward(
+    systems: Sequence[Mapping[str, Any]],
+) -> tuple[str, dict[str, Mapping[str, Any] | None]]:
+    """The gold reward by system, else the first reward function, else the reward model's score.
+
+    Returns:
+        A title, and each system's interval; "" and {} if no system was scored by a reward.
+    """
     choices = {"Gold reward of completions": [s.get("gold_reward") for s in systems]}
     for judge in reward_functions(systems):
         choices[f"Reward {judge!r}"] = [(s.get("rewards") or {}).get(judge) for s in systems]
-    model_scores = "Reward-model score of completions"
-    choices[model_scores] = [s.get("reward") for s in systems]
-    title = next((name for name, found in choices.items() if any(found)), None)
-    if title is None:
+    choices[MODEL_SCORE] = [s.get("reward") for s in systems]
+    for title, intervals in choices.items():
+        if any(intervals):
+            return title, dict(zip((s["name"] for s in systems), intervals, strict=True))
+    return "", {}
+
+
+def draw_reward(axes: Any, results: Results, colours: Mapping[str, str]) -> None:
+    """Each system's `main_reward`."""
+    title, intervals = main_reward(results.systems)
+    if not title:
         draw_nothing(axes, "Reward", "no system was scored by a reward")
         return
-    found = dict(zip((s["name"] for s in systems), choices[title], strict=True))
-    digits = "{:.2f}" if title == model_scores else "{:.3f}"
-    draw_intervals(axes, found, "mean", colours, digits)
+    digits = "{:.2f}" if title == MODEL_SCORE else "{:.3f}"
+    draw_intervals(axes, intervals, "mean", colours, digits)
     axes.set(title=f"{title}, 95% interval", ylabel="mean over the completions")
     axes.margins(y=0.15)
 

@@ -84,12 +84,6 @@ def difference_table(comparison: Comparison) -> Table:
     return Table(headers, rows)
 
 
-def summary(comparison: Comparison) -> str:
-    """The accuracies and who is better than whom, for the terminal."""
-    found = (accuracy_table(comparison), difference_table(comparison))
-    return "\n\n".join([num_compared(comparison), *(str(table) for table in found if table.rows)])
-
-
 def with_interval(accuracy: Mapping[str, Any]) -> str:
     """An accuracy with its interval over prompts; Wilson's where no resample could differ."""
     is_alike = accuracy["accuracy"] in (0, 1) and accuracy["num_prompts"] >= MIN_PROMPTS

@@ -195,7 +195,7 @@ class RewardFunctions:
         needed = {name: needed_columns(f) for name, f in self.functions.items()}
         for example in chain(examples, eval_examples):
             columns, where = example.columns, f"row {example.row + 1} of the prompts"
-            if columns.keys() != first.columns.keys():
+            if first and columns.keys() != first.columns.keys():
                 raise UserError(
                     f"{where} has the columns {sorted(columns)} and row {first.row + 1} has "
                     f"{sorted(first.columns)}; give all rows the same, null where empty."

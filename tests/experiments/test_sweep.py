@@ -21,7 +21,6 @@ from transformers import AutoModelForSequenceClassification
 
 from common import advantages, distributed, padding
 from common.errors import UserError
-from common.evaluation.config import with_pairs_known
 from common.forward import Policy, RewardModel, sequence_scores
 from common.grpo import rollouts
 from common.grpo.config import GRPOConfig
@@ -232,7 +231,7 @@ def test_a_shipped_sweep_asks_for_what_the_stages_take(name, monkeypatch):
         config_of(stage)
         assert num_processes in (1, 2)
     for stage in found.evaluations(0):
-        with_pairs_known(config_of(stage))
+        config_of(stage)
 
 
 def test_iterative_dpo_and_grpo_sample_and_train_on_as_much(monkeypatch):

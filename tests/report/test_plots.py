@@ -334,6 +334,29 @@ def test_a_curve_is_not_hidden_by_its_like_a_legend_or_a_label_of_half_a_step() 
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
+def test_the_terminal_shows_the_systems_and_what_they_show_and_details_if_asked(
+    results: Results,
+) -> None:
+    rate = {"judge": "gold", "low": 0.5, "high": 0.75, "length_controlled": None}
+    rate |= {f"num_{name}": 1 for name in ("wins", "ties", "losses", "not_judged")}
+    rate |= {"length_difference": 0.0}
+    pairs = [("DPO", "SFT", 0.625), ("SFT", "reference completion", 0.4), ("GRPO", "SFT", 0.7)]
+    results.win_rates = [rate | {"a": a, "b": b, "win_rate": value} for a, b, value in pairs]
+    results.systems.append(system("DPO", gold_reward={"mean": 0.75, "low": None, "high": None}))
+    text = evaluation_report.terminal_text(results, verbose=False)
+    assert text.startswith(str(systems_table(results)))
+    assert text.removeprefix(str(systems_table(results))).strip().splitlines() == [
+        "Held-out, 200 preference pairs; intervals are 95%.",
+        "Accuracy is highest for Reward model, 81.2%. "
+        "Gold reward of completions is highest for DPO, 0.750.",
+        "Win rate % against SFT, judged by gold: DPO 62.5 [50.0, 75.0], GRPO 70.0 [50.0, 75.0].",
+    ]
+    long = evaluation_report.terminal_text(results, verbose=True)
+    assert long.startswith(text)
+    assert "tokens longer" in long
+    assert "tokens longer" not in text
+
+
 # --- wandb ---
 
 
