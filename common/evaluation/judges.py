@@ -41,13 +41,13 @@ def with_verdicts(
     if distributed.is_rank0():
         for name, judge in judges.items():
             for b, a in combinations(system_names(records), 2):
-                new = ask(records, a, b, name, judge, examples, seed)
+                new = verdicts_of(records, a, b, name, judge, examples, seed)
                 verdicts = [first + second for first, second in zip(verdicts, new, strict=True)]
     verdicts = distributed.from_rank0(verdicts)
     return [replace(r, verdicts=verdict) for r, verdict in zip(records, verdicts, strict=True)]
 
 
-def ask(
+def verdicts_of(
     records: Sequence[PromptRecord],
     a: str,
     b: str,
@@ -64,15 +64,14 @@ def ask(
     from common.rewards.functions import as_number, call_once
 
     swapped = [is_swapped(seed, a, b, record.id) for record in records]
-    orders = [(b, a) if swap else (a, b) for swap in swapped]
-    rows = [i for i, record in enumerate(records) if record.pair(a, b)]
-    inputs = {key: [examples[i].columns[key] for i in rows] for key in examples[0].columns}
-    inputs["prompts"] = [records[i].prompt for i in rows]
-    for side, key in enumerate(("completions_a", "completions_b")):
-        inputs[key] = [text_of(records[i], orders[i][side]) for i in rows]
-    values = call_once(judge, inputs, len(rows), f"judge function {name!r}", "verdicts")
+    pairs = {i: pair for i, record in enumerate(records) if (pair := record.pair(a, b))}
+    inputs = {key: [examples[i].columns[key] for i in pairs] for key in examples[0].columns}
+    inputs["prompts"] = [records[i].prompt for i in pairs]
+    inputs["completions_a"] = [pair[swapped[i]].completion for i, pair in pairs.items()]
+    inputs["completions_b"] = [pair[not swapped[i]].completion for i, pair in pairs.items()]
+    values = call_once(judge, inputs, len(pairs), f"judge function {name!r}", "verdicts")
     verdicts: list[list[Verdict]] = [[] for _ in records]
-    for i, value in zip(rows, values, strict=True):
+    for i, value in zip(pairs, values, strict=True):
         if value is None:
             continue
         number = as_number(value)
@@ -83,13 +82,6 @@ def ask(
             )
         verdicts[i] = [Verdict(a, b, name, 1 - number if swapped[i] else number)]
     return verdicts
-
-
-def text_of(record: PromptRecord, system: str) -> str:
-    """The text of a system's first completion, which exists."""
-    generation = record.of(system)
-    assert generation is not None, system
-    return generation.completion
 
 
 def is_swapped(seed: int, a: str, b: str, row: int) -> bool:

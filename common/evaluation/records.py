@@ -33,7 +33,7 @@ COMPLETIONS = "completions.jsonl"
 RESULTS = "results.json"
 POLICY_SCORES = ("implicit_reward", "logp_per_token")
 BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")
-REFERENCE = "reference completion"  # the name under which a row's own completion is compared
+REFERENCE = "reference completion"  # the name of a row's own completion
 
 
 @dataclass(frozen=True)

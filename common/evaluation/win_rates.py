@@ -34,7 +34,7 @@ from common.evaluation.intervals import (
 from common.evaluation.records import PromptRecord, system_names
 from common.losses import wins as wins_of
 
-# Of phi^2 / 2: a normal prior with standard deviation 10. Where lengths tell all verdicts apart phi
+# Of phi^2 / 2: a normal prior with standard deviation 10. Where lengths separate all verdicts phi
 # stays finite; else it moves phi by about 0.01 phi times the variance of its estimate.
 PENALTY = 0.01
 MAX_INTERCEPT = 20.0  # where all verdicts are alike theta has no maximum: sigma(20) = 1 - 2e-9
@@ -73,7 +73,9 @@ def win_rate(records: Sequence[PromptRecord], a: str, b: str, judge: str) -> dic
         for record in records
         if (pair := record.pair(a, b)) and (wins := verdict(record, a, b, judge)) is not None
     ]
-    prompts, verdicts, differences = zip(*rows, strict=True) if rows else ((), (), ())
+    prompts = [prompt for prompt, _, _ in rows]
+    verdicts = [wins for _, wins, _ in rows]
+    differences = [difference for _, _, difference in rows]
     share = share_over_prompts(verdicts, prompts)
     return share and {
         "a": a,
@@ -100,12 +102,15 @@ def verdict(record: PromptRecord, a: str, b: str, judge: str) -> float | None:
     for verdict in record.verdicts:
         if verdict.judge == judge and {verdict.a, verdict.b} == {a, b}:
             return verdict.a_wins if verdict.a == a else 1 - verdict.a_wins
-    pair = record.pair(a, b)
-    rewards = [side.rewards.get(judge) for side in pair or ()]
-    if not pair or None in rewards:
+    if (pair := record.pair(a, b)) is None:
         return None
-    is_same = len({(side.completion, side.stopped) for side in pair}) == 1
-    return 0.5 if is_same else float(wins_of(*rewards))
+    first, second = pair
+    rewards = (first.rewards.get(judge), second.rewards.get(judge))
+    if None in rewards:
+        return None
+    if (first.completion, first.stopped) == (second.completion, second.stopped):
+        return 0.5
+    return float(wins_of(rewards[0], rewards[1]))
 
 
 def reward_judges(records: Sequence[PromptRecord]) -> list[str]:

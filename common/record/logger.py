@@ -95,7 +95,7 @@ class RunLogger:
         if "peak_memory_gb" in values:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
         self._append(run_folder.METRICS, {"step": step, **values})
-        self._tracker.call("log", {"step": step, **values})
+        self._tracker.call("log", values={"step": step, **values})
         texts = {name: format_number(value) for name, value in values.items()}
         shown = [f"{name} {texts[name]}" for name in recorded([texts], CONSOLE)]
         postfix = {name: texts[name] for name in POSTFIX if name in texts}
@@ -143,8 +143,9 @@ class RunLogger:
         width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.stage} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
-        data = [[row.get(column) for column in table[0]] for row in table]
-        self._tracker.call("log_table", "samples", list(table[0]), data, step=step)
+        columns = list(table[0])
+        data = [[row.get(column) for column in columns] for row in table]
+        self._tracker.call("log_table", name="samples", columns=columns, rows=data, step=step)
         self._mark = time.monotonic()
 
     def close(self) -> None:
@@ -156,7 +157,7 @@ class RunLogger:
         for name in self._files:
             self._append(name)
             self._files[name].close()
-        self._tracker.call("finish", {})
+        self._tracker.call("finish", summary={})
         output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     are replaced.
     """
     cells = [[format_cell(cell).replace("|", "\\|") for cell in row] for row in [headers, *rows]]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(3, max(len(row[i]) for row in cells)) for i in range(len(headers))]
     cells.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
     return "\n".join(f"| {' | '.join(row)} |" for row in aligned)
@@ -71,7 +71,10 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[format_cell(row.get(column)) for column in columns] for row in rows]
     heads = [format_cell(column).replace("/", "/\n") for column in columns]
-    longest = [max(map(len, "\n".join(c).split("\n"))) for c in zip(heads, *cells, strict=True)]
+    longest = [
+        max(len(line) for row in [heads, *cells] for line in row[i].split("\n"))
+        for i in range(len(columns))
+    ]
     narrow = [length for length in longest if length <= MIN_TEXT_WIDTH]
     free = width - 2 * (len(columns) - 1) - sum(narrow)
     room = max(MIN_TEXT_WIDTH, free // max(1, len(columns) - len(narrow)))  # of a wide column

@@ -112,11 +112,11 @@ class Tracker:
             with self._dropped_on_error(name, "did not start"):
                 self._trackers[name] = TRACKERS[name](config, start_step)
 
-    def call(self, method: str, *args: Any, **values: Any) -> None:
+    def call(self, method: str, **arguments: Any) -> None:
         """Call a method of every tracker: `log`, `log_table` or `finish`."""
         for name, tracker in list(self._trackers.items()):
             with self._dropped_on_error(name):
-                getattr(tracker, method)(*args, **values)
+                getattr(tracker, method)(**arguments)
 
     @contextmanager
     def _dropped_on_error(self, name: str, event: str = "stopped") -> Iterator[None]:

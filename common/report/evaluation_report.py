@@ -129,8 +129,8 @@ def log_systems(results: Results, config: Any) -> None:
     """
     if is_rank0():
         table, tracker = systems_table(results), Tracker(config)
-        tracker.call("log_table", "systems", table.headers, table.rows)
-        tracker.call("finish", system_numbers(results))
+        tracker.call("log_table", name="systems", columns=table.headers, rows=table.rows)
+        tracker.call("finish", summary=system_numbers(results))
 
 
 def write_report(results: Results, output_dir: str | Path) -> list[Path]:
@@ -160,9 +160,9 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
     blocks = [Section("How to read this", [reading_notes(results)]), Section("Systems", systems)]
     if comparison := results.comparison:
         blocks.append(Section("Preference accuracy", tables.comparison_sections(comparison)))
-    if found := tables.generation_tables(results):
+    if generations := tables.generation_tables(results):
         notes = [*tables.QUALITY_NOTES, *tables.PASS_NOTES, *tables.WIN_RATE_NOTES]
-        blocks.append(Section("Generations", [*found, *notes]))
+        blocks.append(Section("Generations", [*generations, *notes]))
     blocks += sections.completions_section(output_dir)
     blocks += sections.run_sections(runs)
     title = f"Results on {short_path(results.dataset)}"
@@ -171,8 +171,8 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
 
 def reading_notes(results: Results) -> str:
     """A list of what must be known to read the table of the systems."""
-    found = {system["name"]: system.get("accuracy") for system in results.systems}
-    ties = [f"{name} {accuracy['num_ties']}" for name, accuracy in found.items() if accuracy]
+    accuracies = {system["name"]: system.get("accuracy") for system in results.systems}
+    ties = [f"{name} {accuracy['num_ties']}" for name, accuracy in accuracies.items() if accuracy]
     of_pairs = [
         "Accuracy is the share of held-out pairs in which a system scores the chosen completion "
         "higher. The column `accuracy by` says by which score: implicit rewards and "
@@ -192,8 +192,10 @@ def reading_notes(results: Results) -> str:
         "time and the peak memory of training.",
         f"{NOT_MEASURED} means that it was not measured.",
     ]
-    attainable = results.attainable_accuracy
-    if attainable is not None:
-        told = "the labels were drawn with known probabilities, and no system can be right more"
-        notes.insert(1, f"Attainable is {100 * attainable:.1f}%: {told} often in expectation.")
+    if results.attainable_accuracy is not None:
+        attainable = (
+            f"Attainable is {100 * results.attainable_accuracy:.1f}%: the labels were drawn with "
+            "known probabilities, and no system can be right more often in expectation."
+        )
+        notes.insert(1, attainable)
     return "\n".join(f"- {note}" for note in notes)

@@ -56,7 +56,7 @@ def held_out(results: Results) -> str:
     k = results.num_generations
     prompts = "prompts" if k == 1 else f"prompts with {k} samples each"
     numbers = {"preference pairs": results.num_pairs, prompts: results.num_prompts}
-    return f"held-out, {' and '.join(f'{n:,} {what}' for what, n in numbers.items() if n)}"
+    return f"held-out, {' and '.join(f'{n:,} {rows}' for rows, n in numbers.items() if n)}"
 
 
 def reward_functions(systems: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -68,18 +68,18 @@ def reward_functions(systems: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def draw_accuracy(axes: Any, results: Results, colours: Mapping[str, str]) -> None:
     """Each system's accuracy, between chance and what is attainable."""
-    found = {system["name"]: system.get("accuracy") for system in results.systems}
+    accuracies = {system["name"]: system.get("accuracy") for system in results.systems}
     axes.set(title="Preference accuracy, 95% interval", ylabel="% of pairs, a tie counts one half")
-    ends = draw_intervals(axes, found, "accuracy", colours, "{:.1f}", scale=100)
+    ends = draw_intervals(axes, accuracies, "accuracy", colours, "{:.1f}", scale=100)
     levels = {"chance\n50": 50.0}
     if results.attainable_accuracy is not None:
         attainable = 100 * results.attainable_accuracy
         levels[f"attainable\n{attainable:.1f}"] = attainable
-    beside = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": GREY}
+    look = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": GREY}
     for label, level in levels.items():
         axes.axhline(level, color=GREY, linestyle="--", linewidth=1)
         place = {"xy": (1, level), "xycoords": ("axes fraction", "data"), "xytext": (4, 0)}
-        axes.annotate(label, **place, **beside)
+        axes.annotate(label, **place, **look)
     ends += levels.values()
     margin = 0.1 * (max(ends) - min(ends))
     axes.set_ylim(min(ends) - margin, max(ends) + margin)
@@ -117,29 +117,29 @@ def draw_reward(axes: Any, results: Results, colours: Mapping[str, str]) -> None
 
 def draw_intervals(
     axes: Any,
-    found: Mapping[str, Mapping[str, Any] | None],
+    intervals: Mapping[str, Mapping[str, Any] | None],
     key: str,
     colours: Mapping[str, str],
     number: str,
     scale: float = 1,
 ) -> list[float]:
     """A dot for each name that has a value, with its interval and the value; all their ends."""
-    measured = {name: own for name, own in found.items() if own}
+    measured = {name: interval for name, interval in intervals.items() if interval}
     ends: list[float] = []
-    for index, (name, own) in enumerate(measured.items()):
-        value, errors = scale * own[key], None
-        if own["low"] is not None:
-            low, high = scale * own["low"], scale * own["high"]
+    for index, (name, interval) in enumerate(measured.items()):
+        value, errors = scale * interval[key], None
+        if interval["low"] is not None:
+            low, high = scale * interval["low"], scale * interval["high"]
             errors = [[value - low], [high - value]]
             ends += [low, high]
         dot = {"fmt": "o", "markersize": 6, "capsize": 4, "color": colours[name]}
         axes.errorbar([index], [value], errors, **dot)
-        beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
-        axes.annotate(number.format(value), (index, value), **beside)
+        place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+        axes.annotate(number.format(value), (index, value), **place)
     narrow = len(measured) > 5 or max(map(len, measured), default=0) > 12
     labels = [textwrap.fill(name, 18 if narrow else 8) for name in measured]
-    place = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if narrow else {}
-    axes.set_xticks(range(len(measured)), labels, **place)
+    turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if narrow else {}
+    axes.set_xticks(range(len(measured)), labels, **turned)
     axes.set_xlim(-0.5, len(measured) - 0.2)
     axes.grid(visible=False, axis="x")
     return ends

@@ -15,29 +15,29 @@ WIDEST_CELL = 40  # characters; a table with longer texts is not padded, no term
 def page(title: str, facts: Mapping[str, str], blocks: Sequence[Block], folder: Path) -> str:
     """The whole document; paths are relative to the folder in which it will be."""
     line = ", ".join(f"{name} {value}" for name, value in facts.items())
-    parts = [f"# {without_html(title)}", without_html(line), *paragraphs(blocks, folder)]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    texts = [f"# {without_html(title)}", without_html(line), *paragraphs(blocks, folder)]
+    return "\n\n".join(filter(None, texts)) + "\n"
 
 
 def paragraphs(blocks: Sequence[Block], folder: Path, level: int = 2) -> list[str]:
     """The blocks; headings of sections are of this level."""
-    parts: list[str] = []
+    texts: list[str] = []
     for block in blocks:
         match block:
             case Section(title, inner):
-                parts.append(f"{'#' * level} {one_line(title)}")
-                parts += paragraphs(inner, folder, level + 1)
+                texts.append(f"{'#' * level} {one_line(title)}")
+                texts += paragraphs(inner, folder, level + 1)
             case str():
-                parts.append(without_html(block))
+                texts.append(without_html(block))
             case Table(headers, rows, caption):
-                parts += [table(headers, rows), emphasised(caption)]
+                texts += [table(headers, rows), emphasised(caption)]
             case Picture(path, caption):
-                parts.append(picture(path, caption, folder))
+                texts.append(picture(path, caption, folder))
             case SampleBrowser(samples, caption):
-                parts.append(emphasised(caption))
+                texts.append(emphasised(caption))
                 for number, sample in enumerate(samples, 1):
-                    parts += [f"{'#' * level} Prompt {number}", *completions(sample)]
-    return list(filter(None, parts))
+                    texts += [f"{'#' * level} Prompt {number}", *completions(sample)]
+    return list(filter(None, texts))
 
 
 def without_html(text: str) -> str:
@@ -45,8 +45,8 @@ def without_html(text: str) -> str:
 
     Markdown lets HTML through, and a text may quote what a model wrote.
     """
-    parts = re.split(r"(`[^`\n]*`)", text)
-    return "".join(part if part.startswith("`") else escaped(part) for part in parts)
+    pieces = re.split(r"(`[^`\n]*`)", text)
+    return "".join(piece if piece.startswith("`") else escaped(piece) for piece in pieces)
 
 
 def escaped(text: str) -> str:

@@ -58,9 +58,9 @@ def run_facts(run_dir: Path) -> dict[str, str]:
     """Data set, seed, date and commit of a run, as far as its own files say; no clock is read."""
     config, environment = read_config(run_dir), read_config(run_dir, ENVIRONMENT)
     commit, dirty, _ = (environment.get("git_commit") or "").partition("-dirty")
-    own = "dataset_name" if config.get("score_pairs", True) else "prompts_dataset_name"
+    flag = "dataset_name" if config.get("score_pairs", True) else "prompts_dataset_name"
     facts = {
-        "data set": config.get(own),
+        "data set": config.get(flag),
         "split": config.get("dataset_test_split"),
         "seed": config.get("seed"),
         "started": environment.get("started"),
@@ -147,5 +147,6 @@ def png(path: Path) -> dict[str, Any]:
 
 def coloured_by(block: SampleBrowser) -> list[str]:
     """The names of the values of tokens, in the order of the tokens that have most."""
-    found = [c.values for s in block.samples for each in s.frames.values() for c in each]
-    return list(dict.fromkeys(name for own in sorted(found, key=len, reverse=True) for name in own))
+    columns = [c.values for s in block.samples for each in s.frames.values() for c in each]
+    columns.sort(key=len, reverse=True)
+    return list(dict.fromkeys(name for values in columns for name in values))

@@ -83,11 +83,11 @@ class Panel:
 
 
 def system_colours(names: Iterable[str]) -> dict[str, str]:
-    """The colour of each system: a stage's own in every picture, then by turns those left over."""
+    """The colour of each system: fixed for a stage, the others by turns."""
     names = list(dict.fromkeys(names))
-    own = {name: COLOURS[STAGES.index(name)] for name in names if name in STAGES}
-    left = cycle([colour for colour in COLOURS if colour not in own.values()])
-    return {name: own.get(name) or next(left) for name in names}
+    fixed = {name: COLOURS[STAGES.index(name)] for name in names if name in STAGES}
+    others = cycle([colour for colour in COLOURS if colour not in fixed.values()])
+    return {name: fixed.get(name) or next(others) for name in names}
 
 
 def style() -> Any:
@@ -143,10 +143,12 @@ def number(value: Any) -> float:
 
 def recorded_line(records: Records, name: str) -> Line:
     """The curve of a metric, with its intervals if it has some."""
-    own = [record for record in records if name in record]
-    ends = [[number(record.get(end)) for record in own] for end in ends_of(name)]
-    ends = ends if np.isfinite(ends).any() else [[], []]
-    return Line(name, *series(own, name), name.startswith(EXACT), *ends)
+    records = [record for record in records if name in record]
+    steps, values = series(records, name)
+    low, high = ([number(record.get(end)) for record in records] for end in ends_of(name))
+    if not np.isfinite([low, high]).any():
+        low, high = [], []
+    return Line(name, steps, values, name.startswith(EXACT), low, high)
 
 
 def curve_panels(records: Records) -> list[Panel]:
@@ -156,10 +158,10 @@ def curve_panels(records: Records) -> list[Panel]:
     panels = []
     for title, unit, names in PANELS:
         for function in functions if FUNCTION in title else [""]:
-            own = recorded(records, [name.replace(FUNCTION, function) for name in names])
-            lines = [recorded_line(records, name) for name in own]
-            own_title = title.replace(FUNCTION, function[:LONGEST_NAME])
-            panels += [Panel(own_title, unit, lines)] if lines else []
+            metrics = recorded(records, [name.replace(FUNCTION, function) for name in names])
+            lines = [recorded_line(records, name) for name in metrics]
+            full_title = title.replace(FUNCTION, function[:LONGEST_NAME])
+            panels += [Panel(full_title, unit, lines)] if lines else []
     present = sorted({name for record in records for name in record} - {"step"})
     undefined = [name for name in present if not is_defined(name)]
     return panels + [Panel(name, "value", [recorded_line(records, name)]) for name in undefined]
@@ -177,8 +179,8 @@ def moving_mean(values: Sequence[float], reach: int) -> list[float]:
     for place in range(len(y)):
         near = min(reach, place, len(y) - 1 - place)  # as far on both sides: no bias
         window = y[place - near : place + near + 1]
-        known = window[np.isfinite(window)]
-        means.append(float(known.mean()) if known.size else math.nan)
+        finite = window[np.isfinite(window)]
+        means.append(float(finite.mean()) if finite.size else math.nan)
     return means
 
 
@@ -189,8 +191,8 @@ def draw_panel(
 
     An interval is a bar through its point.
     """
-    for line, colour, own_dashes in zip(panel.lines, cycle(colours), cycle(dashes)):
-        look = {"color": colour, "label": line.label, "linewidth": 1.6, "linestyle": own_dashes}
+    for line, colour, dash in zip(panel.lines, cycle(colours), cycle(dashes)):
+        look = {"color": colour, "label": line.label, "linewidth": 1.6, "linestyle": dash}
         if (smooth := smoothed(line)) is not None:
             axes.plot(line.x, line.y, color=colour, linewidth=0.6, alpha=0.35)
             axes.plot(line.x, smooth, **look)
@@ -227,8 +229,8 @@ def plot_run(output_dir: str | Path) -> list[Path]:
     panels = curve_panels(records)
     if not panels:
         return []
-    own = system_colours([name])[name]
-    colours = sorted(COLOURS, key=lambda colour: colour != own)  # the run's first
+    colour_of_run = system_colours([name])[name]
+    colours = sorted(COLOURS, key=lambda colour: colour != colour_of_run)  # the run's first
     note = " (bold: moving mean)" if len(records) > SMOOTH_ABOVE else ""
     title = f"Training curves of {name}{note}"
     with style():

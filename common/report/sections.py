@@ -26,23 +26,23 @@ KL, ADVANTAGE = "KL by k3", "advantage"
 
 
 def completions_section(output_dir: Path) -> list[Section]:
-    """Every system's completion of the first held-out prompts, with what it was worth."""
+    """Every system's completion of the first held-out prompts, with its measurements."""
     samples = []
     for row in records.read_completions(output_dir)[:MOST_PROMPTS]:
-        answers = {"reference": row.reference, **row.systems}
-        shown = [measured(name, own) for name, own in answers.items() if own]
-        samples.append(Sample(row.prompt, {"": shown}))
+        generations = {"reference": row.reference, **row.systems}
+        completions = [measured(name, each) for name, each in generations.items() if each]
+        samples.append(Sample(row.prompt, {"": completions}))
     caption = "The first held-out prompts, completed by every policy."
     return [Section("Completions", [SampleBrowser(samples, caption)])] if samples else []
 
 
-def measured(name: str, own: Generation) -> Completion:
+def measured(name: str, generation: Generation) -> Completion:
     """A system's completion with its rewards, KL and length."""
-    values = {**own.rewards, "KL": own.kl}
+    values = {**generation.rewards, "KL": generation.kl}
     notes = [f"{k} {format_number(v)}" for k, v in values.items() if v is not None]
-    stop = "stop token" if own.stopped else "length limit"
-    notes += [f"{own.num_tokens} tokens", f"stopped by {stop}"]
-    return Completion(name, own.completion, ", ".join(notes))
+    stop = "stop token" if generation.stopped else "length limit"
+    notes += [f"{generation.num_tokens} tokens", f"stopped by {stop}"]
+    return Completion(name, generation.completion, ", ".join(notes))
 
 
 # --- runs ---
@@ -59,17 +59,17 @@ def run_sections(runs: Mapping[str, Path]) -> list[Section]:
         if rows := read_jsonl(run / SAMPLES):
             browsers[name] = training_browser(rows)
     return [
-        Section(title, [Section(name, [block]) for name, block in found.items()])
-        for title, found in (("Training curves", curves), ("Completions over training", browsers))
-        if found
+        Section(title, [Section(name, [block]) for name, block in by_run.items()])
+        for title, by_run in (("Training curves", curves), ("Completions over training", browsers))
+        if by_run
     ]
 
 
 def training_browser(records: Sequence[Row]) -> SampleBrowser:
     """The rows of `samples.jsonl` by prompt and step."""
     steps = list(dict.fromkeys(record["step"] for record in records))
-    places = np.linspace(0, len(steps) - 1, min(len(steps), MOST_FRAMES))
-    shown = [steps[round(place)] for place in places]
+    indices = np.linspace(0, len(steps) - 1, min(len(steps), MOST_FRAMES))
+    shown = [steps[round(index)] for index in indices]
     by_prompt: dict[str, dict[int, list[Row]]] = {}
     for record in records:
         if record["step"] in shown:
@@ -88,26 +88,27 @@ def training_browser(records: Sequence[Row]) -> SampleBrowser:
 
 
 def training_texts(rows: Sequence[Row]) -> list[Completion]:
-    """The first completions that a run wrote for a prompt, and the pairs that it trains on.
+    """Completions for the report from the rows of one prompt at one step of `samples.jsonl`.
 
-    The other columns of a row are noted, and of tokens the sum of their log-ratios.
+    They are the run's samples, or chosen and rejected of a pair. The other columns of a row are
+    noted, and of tokens the sum of their log-ratios.
     """
-    found: list[Completion] = []
+    completions: list[Completion] = []
     for number, row in enumerate(rows[:MOST_COMPLETIONS], start=1):
         other = {k: v for k, v in row.items() if k not in TEXTS and not isinstance(v, list | dict)}
         for name in ("completion", "chosen", "rejected"):
-            is_own = name == "completion"
-            tokens, values = row_tokens(row, "" if is_own else f"{name}_")
-            if name in row or (tokens and not is_own):
+            is_sampled = name == "completion"
+            tokens, values = row_tokens(row, "" if is_sampled else f"{name}_")
+            if name in row or (tokens and not is_sampled):  # of pairs there may be tokens only
                 text = str(row.get(name, "".join(tokens)))
                 score = {"score": row[f"{name} score"]} if f"{name} score" in row else {}
-                notes = dict(other) if is_own else score
+                notes = dict(other) if is_sampled else score
                 if LOG_RATIO in values:
                     notes[LOG_RATIO] = sum(values[LOG_RATIO])
                 note = ", ".join(f"{k} {format_cell(v)}" for k, v in notes.items())
-                label = f"{name} {number}" if is_own and len(rows) > 1 else name
-                found.append(Completion(label, text, note, tokens, values))
-    return found
+                label = f"{name} {number}" if is_sampled and len(rows) > 1 else name
+                completions.append(Completion(label, text, note, tokens, values))
+    return completions
 
 
 def row_tokens(row: Row, prefix: str = "") -> tuple[list[str], dict[str, list[float]]]:
@@ -122,10 +123,10 @@ def row_tokens(row: Row, prefix: str = "") -> tuple[list[str], dict[str, list[fl
         return [], {}
     columns: dict[str, list[float]] = {}
     if ref_logps := row.get(f"ref_{prefix}token_logps"):
-        pair = (torch.tensor(logps), torch.tensor(ref_logps))
-        columns[LOG_RATIO] = kl_estimate(*pair, estimator="k1").tolist()
+        policy, reference = torch.tensor(logps), torch.tensor(ref_logps)
+        columns[LOG_RATIO] = kl_estimate(policy, reference, estimator="k1").tolist()
         if not prefix:  # an estimate of the KL only where the policy itself drew the tokens
-            columns[KL] = kl_estimate(*pair, estimator="k3").tolist()
+            columns[KL] = kl_estimate(policy, reference, estimator="k3").tolist()
     if not prefix and isinstance(row.get("advantage"), float):  # or a text: a user's column
         columns[ADVANTAGE] = [row["advantage"]] * len(texts)
     columns[LOGP] = logps

@@ -32,24 +32,23 @@ SOURCE_NOTE = (
 
 def comparison_sections(comparison: Comparison) -> list[Section]:
     """All tables of a comparison in the order of a report, with what must be known to read them."""
-    systems, accuracy_note = comparison["systems"], f"{num_compared(comparison)}; {ACCURACY_NOTE}"
-    found = {
-        "Preference accuracy of every system": (accuracy_table(comparison), accuracy_note),
+    systems = comparison["systems"]
+    size = f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts"
+    blocks_of = {
+        "Preference accuracy of every system": (
+            accuracy_table(comparison),
+            f"{size}; {ACCURACY_NOTE}",
+        ),
         "Differences on the same pairs": (difference_table(comparison), DIFFERENCES_NOTE),
     }
     if sources := systems[0]["accuracy_by"].get("source"):
-        headers = [f"{source} ({own['num_pairs']:,})" for source, own in sources.items()]
+        headers = [f"{source} ({each['num_pairs']:,})" for source, each in sources.items()]
         rows = [
-            [system["name"], *map(with_interval, system["accuracy_by"]["source"].values())]
+            [system["name"], *map(accuracy_cell, system["accuracy_by"]["source"].values())]
             for system in systems
         ]
-        found["Accuracy by source"] = (Table(["system", *headers], rows), SOURCE_NOTE)
-    return [Section(title, blocks) for title, blocks in found.items() if blocks[0].rows]
-
-
-def num_compared(comparison: Comparison) -> str:
-    """The number of pairs compared."""
-    return f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts"
+        blocks_of["Accuracy by source"] = (Table(["system", *headers], rows), SOURCE_NOTE)
+    return [Section(title, blocks) for title, blocks in blocks_of.items() if blocks[0].rows]
 
 
 def accuracy_table(comparison: Comparison) -> Table:
@@ -84,7 +83,7 @@ def difference_table(comparison: Comparison) -> Table:
     return Table(headers, rows)
 
 
-def with_interval(accuracy: Mapping[str, Any]) -> str:
+def accuracy_cell(accuracy: Mapping[str, Any]) -> str:
     """An accuracy with its interval over prompts; Wilson's where no resample could differ."""
     is_alike = accuracy["accuracy"] in (0, 1) and accuracy["num_prompts"] >= MIN_PROMPTS
     return interval_cell(accuracy, 100, 1, "accuracy", prefix="" if is_alike else "prompt_")
@@ -123,7 +122,7 @@ WIN_RATE_NOTES = [
     "quantile: ties narrow it, rows with the same prompt widen it; one prompt alone has none.",
     "At equal length: a logistic regression of the verdict on tanh(length difference / its "
     "standard deviation), evaluated at 0 (Dubois et al. 2024), with the bootstrap over prompts; "
-    "not told where one system is longer by the same number of tokens everywhere.",
+    "not given where one system is longer by the same number of tokens everywhere.",
 ]
 
 
@@ -132,8 +131,9 @@ def generation_tables(results: Results) -> list[Table]:
 
     A table without a row is left out.
     """
-    own = results.reference_completions
-    systems = [*results.systems, *([{**own, "name": REFERENCE}] if own else [])]
+    systems = list(results.systems)
+    if results.reference_completions:
+        systems.append({**results.reference_completions, "name": REFERENCE})
     quality = [
         [
             system["name"],
@@ -149,28 +149,28 @@ def generation_tables(results: Results) -> list[Table]:
         [system["name"], *(interval_cell(system["rewards"].get(j), 1, 3) for j in judges)]
         for system in judged
     ]
-    found = [
+    shown = [
         Table(["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"], quality),
         Table(["system", *judges], rewards),
         pass_rate_table(systems),
         win_rate_table(results.win_rates),
     ]
-    return [table for table in found if table.rows]
+    return [table for table in shown if table.rows]
 
 
 def pass_rate_table(systems: Sequence[Mapping[str, Any]]) -> Table:
     """Pass rates of each system by each check."""
-    found = [
-        (system["name"], judge, own)
+    checked = [
+        (system["name"], judge, rates)
         for system in systems
-        for judge, own in (system.get("pass_rates") or {}).items()
+        for judge, rates in (system.get("pass_rates") or {}).items()
     ]
-    rates = dict.fromkeys(rate for _, _, own in found for rate in own)
+    names = dict.fromkeys(name for _, _, rates in checked for name in rates)
     rows = [
-        [name, judge, *(interval_cell(own.get(rate), 100, 1) for rate in rates)]
-        for name, judge, own in found
+        [system, judge, *(interval_cell(rates.get(name), 100, 1) for name in names)]
+        for system, judge, rates in checked
     ]
-    return Table(["system", "check", *(f"{rate} %" for rate in rates)], rows)
+    return Table(["system", "check", *(f"{name} %" for name in names)], rows)
 
 
 def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Table:

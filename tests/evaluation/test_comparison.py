@@ -156,7 +156,7 @@ def test_pairs_of_one_prompt_show_no_difference():
     assert difference["low"] is None
     assert tables.difference_table(found).rows[0][1:] == ["+60.0", "12 : 0", "0.0005"]
     assert tables.accuracy_table(found).rows[1][3] == "\N{EN DASH}"
-    assert tables.with_interval(accuracy) == "40.0"
+    assert tables.accuracy_cell(accuracy) == "40.0"
 
 
 def test_differences_are_drawn_over_prompts_too():
