@@ -177,8 +177,16 @@ def generate(
     config: EvaluateConfig,
 ) -> list[Generation]:
     """A policy's completions of N prompts, N*K with their measurements. Collective."""
-    title = f"sampling from {name}"
-    rollouts = measure.sample_completions(policy, prompts, rewards.vocabulary, config, title)
+    from common.sampling.vllm.sampler import new_sampler
+
+    longest = config.max_new_tokens or config.max_completion_length
+    sampler_config = replace(config, max_completion_length=longest)
+    rollouts = new_sampler(policy, rewards.vocabulary, sampler_config).sample_shared(
+        prompts,
+        title=f"sampling from {name}",
+        num_samples=config.num_generations,
+        temperature=config.temperature,
+    )
     ref_policy = reference.policy if reference else None
     return measure.measure_completions(
         policy, ref_policy, rewards, prompts, rollouts, config, config.temperature

@@ -274,10 +274,8 @@ def interval_cell(
     if not interval:
         return NOT_MEASURED
     low, high = f"{prefix}low", f"{prefix}high"
-    ends = (low, high) if interval[low] is not None else ()
-    names = [key, *ends] if key else ends
+    names = [name for name in (key, low, high) if name and interval[name] is not None]
     numbers = {name: scale * interval[name] or 0.0 for name in names}  # never -0.0
     cells = {name: f"{number:{sign}.{digits}f}" for name, number in numbers.items()}
-    value = [cells[key]] if key else []
-    bounds = [f"[{cells[low]}, {cells[high]}]"] if ends else []
-    return " ".join(value + bounds) or NOT_MEASURED
+    ends = f"[{cells[low]}, {cells[high]}]" if low in cells else ""
+    return f"{cells.get(key or '', '')} {ends}".strip() or NOT_MEASURED

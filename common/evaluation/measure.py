@@ -15,7 +15,6 @@ from common.evaluation.records import BASELINES, Generation
 if TYPE_CHECKING:
     from common.config.stages import CommonConfig
     from common.data import Example
-    from common.evaluation.config import EvaluateConfig
     from common.forward import Policy
     from common.padding import AnyBatch
     from common.rewards.models import RewardModelFunction
@@ -148,24 +147,6 @@ def without_stop(pairs: Sequence["Example"], vocabulary: "Vocabulary") -> list["
 
 
 # ---- completions ---------------------------------------------------------------------------------
-
-
-def sample_completions(
-    policy: "Policy",
-    prompts: Sequence["Example"],
-    vocabulary: "Vocabulary",
-    config: "EvaluateConfig",
-    title: str,
-) -> "Rollouts":
-    """`num_generations` completions of each prompt, prompt-major. Collective."""
-    from common.sampling.vllm.sampler import new_sampler
-
-    max_new_tokens = config.max_new_tokens or config.max_completion_length
-    of_sampler = replace(config, max_completion_length=max_new_tokens)
-    sampler = new_sampler(policy, vocabulary, of_sampler)
-    return sampler.sample_shared(
-        prompts, title=title, num_samples=config.num_generations, temperature=config.temperature
-    )
 
 
 def measure_completions(

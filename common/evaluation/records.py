@@ -24,6 +24,7 @@ import numpy as np
 
 from common.distributed import is_rank0
 from common.evaluation.intervals import Floats, finite_vector
+from common.record.jsonl import json_line, read_jsonl, write_atomically
 
 if TYPE_CHECKING:
     from common.data import Example
@@ -79,8 +80,6 @@ def describe_pairs(examples: Sequence["Example"], dataset: str, split: str) -> l
 
 def write_scores(path: Path, table: PairScores) -> None:
     """Write `scores.jsonl`, atomically; numbers are exact."""
-    from common.record.jsonl import json_line, write_atomically
-
     lines = (
         pair | {"scores": {name: scores[i].tolist() for name, scores in table.scores.items()}}
         for i, pair in enumerate(table.pairs)
@@ -90,8 +89,6 @@ def write_scores(path: Path, table: PairScores) -> None:
 
 def read_scores(path: Path) -> PairScores:
     """Read the file of `write_scores`."""
-    from common.record.jsonl import read_jsonl
-
     pairs = read_jsonl(path)
     lines = [pair.pop("scores") for pair in pairs]
     return PairScores(
@@ -189,15 +186,11 @@ def collect(
 
 def write_completions(records: Sequence[PromptRecord], output_dir: Path) -> None:
     """Write `completions.jsonl`, atomically. Rank 0 only."""
-    from common.record.jsonl import json_line, write_atomically
-
     write_atomically(output_dir / COMPLETIONS, map(json_line, map(asdict, records)))
 
 
 def read_completions(output_dir: Path) -> list[PromptRecord]:
     """Read the file of `write_completions`; [] without it."""
-    from common.record.jsonl import read_jsonl
-
     records = []
     for line in read_jsonl(output_dir / COMPLETIONS):
         line["reference"] = line["reference"] and Generation(**line["reference"])

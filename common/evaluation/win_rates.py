@@ -50,8 +50,10 @@ def all_win_rates(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
         As `win_rate`; a judge that compared nothing of two systems is left out.
     """
     rates = []
+    generations = [generation for record in records for generation in record.systems.values()]
+    rewards = [name for generation in generations for name in generation.rewards]
     comparing = [verdict.judge for record in records for verdict in record.verdicts]
-    judges = dict.fromkeys([*reward_judges(records), *comparing])
+    judges = dict.fromkeys([*rewards, *comparing])
     for first, second in combinations(system_names(records), 2):
         # a is the later of two systems, and never the reference completion.
         a, b = (second, first) if second in records[0].systems else (first, second)
@@ -111,12 +113,6 @@ def verdict(record: PromptRecord, a: str, b: str, judge: str) -> float | None:
     if (first.completion, first.stopped) == (second.completion, second.stopped):
         return 0.5
     return float(wins_of(rewards[0], rewards[1]))
-
-
-def reward_judges(records: Sequence[PromptRecord]) -> list[str]:
-    """The names of the rewards, in order."""
-    generations = [generation for record in records for generation in record.systems.values()]
-    return list(dict.fromkeys(name for generation in generations for name in generation.rewards))
 
 
 # ---- at equal length -----------------------------------------------------------------------------

@@ -17,10 +17,7 @@ from common.report.figures import held_out, main_reward, reward_functions, summa
 from common.report.page import write_page
 from common.report.plots import system_colours
 
-MEASURED = (
-    *("accuracy", "gold_reward", "reward", "kl", "length", "stop_rate", "minutes"),
-    "peak_memory_gb",
-)
+MEASURED = ("accuracy", "gold_reward", "reward", "kl", "length", "stop_rate", "minutes")
 
 
 def systems_table(results: Results) -> Table:
@@ -108,7 +105,7 @@ def highest(
 def system_numbers(results: Results) -> dict[str, float]:
     """The systems' measurements without intervals, by `<system>/<name>`."""
     numbers = {}
-    wanted = (*MEASURED, *reward_functions(results.systems))
+    wanted = (*MEASURED, "peak_memory_gb", *reward_functions(results.systems))
     for system in results.systems:
         for name, value in {**(system.get("rewards") or {}), **system}.items():
             if isinstance(value, Mapping):
