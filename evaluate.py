@@ -28,8 +28,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from common import data, distributed, launch, self_checks
 from common.data import Example
 from common.errors import UserError
@@ -37,7 +35,6 @@ from common.evaluation import judges, measure, records, runs, split, summary
 from common.evaluation.config import EvaluateConfig, split_of
 from common.evaluation.measure import Reference
 from common.evaluation.records import EvaluationRows, Generation, PairScores, PromptRecord, Results
-from common.evaluation.split import ImplicitReward
 from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy
 from common.model import fsdp, load
@@ -52,6 +49,8 @@ WRITTEN = (records.RESULTS, "report.html", "report.md", records.SCORES, records.
 
 def main(config: EvaluateConfig) -> None:
     """Score pairs and generations with every system, write the results, print the table."""
+    from common.report import evaluation_report
+
     distributed.seed_everything(config.seed)
 
     # Load; every folder is checked before the first model is loaded
@@ -86,13 +85,11 @@ def main(config: EvaluateConfig) -> None:
         if rows.pairs:
             logps = split.score_examples(policy, scored, config, vocabulary, "scoring pairs")
             if path in config.policies:
-                implicit = implicit_rewards(
+                by_kind = measure.policy_scores(
                     policy, logps, reference, scored, run_rewards[path], config, vocabulary
                 )
-                kinds, lengths = config.policy_scores, data.lengths(scored)[:, 1:]  # (N, 2)
-                by_kind = measure.policy_scores(names[path], kinds, logps, lengths, implicit)
-                table.add(by_kind)
-                main_scores[path] = next(iter(by_kind))
+                table.add({f"{names[path]} {kind}": each for kind, each in by_kind.items()})
+                main_scores[path] = f"{names[path]} {next(iter(by_kind))}"
         if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing
             reference = Reference(policy, logps)
         write_records(table, records.collect(rows.prompts, generations), config)
@@ -129,7 +126,12 @@ def main(config: EvaluateConfig) -> None:
         reference_completions=summary.summarise(prompt_records, records.REFERENCE),
         win_rates=all_win_rates(prompt_records),
     )
-    show(results, config)
+    output_dir = Path(config.output_dir)
+    records.write_results(results, output_dir)
+    evaluation_report.write_report(results, output_dir)
+    evaluation_report.log_systems(results, config)
+    distributed.print_rank0(f"\n{evaluation_report.terminal_text(results, config.verbose)}\n")
+    distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 
 def read_policy_configs(
@@ -201,46 +203,6 @@ def reference_note(policies: Sequence[str]) -> str:
         f"no reference of {policies[0]} is known: it is judged by log-probability, without KL; "
         "--ref_model_name_or_path names one."
     )
-
-
-def implicit_rewards(
-    policy: Policy,
-    logps: Tensor,
-    reference: Reference | None,
-    pairs: Sequence[Example],
-    reward: ImplicitReward,
-    config: EvaluateConfig,
-    vocabulary: Vocabulary,
-) -> Tensor | None:
-    """Rewards (N, 2) by which the policy's run judges the pairs; None without the reference needed.
-
-    They are those of training: where tails count `ld_alpha`, policy and reference score the pairs
-    again. `logps` (N, 2) are the policy's. Collective.
-    """
-    if reward.needs_reference and reference is None:
-        return None
-    ref_logps = reference.logps if reference else None
-    if reward.ld_alpha != 1:
-
-        def weighted(model: Policy) -> Tensor:
-            title = "scoring pairs"
-            return split.pair_logps(model, pairs, config, vocabulary, title, reward.ld_alpha)
-
-        ref_logps = weighted(reference.policy) if reward.needs_reference and reference else None
-        logps = weighted(policy)
-    return reward(logps, ref_logps, data.lengths(pairs)[:, 1:])
-
-
-def show(results: Results, config: EvaluateConfig) -> None:
-    """Write `results.json`, the pictures and the report, and print the headline."""
-    from common.report import evaluation_report
-
-    output_dir = Path(config.output_dir)
-    records.write_results(results, output_dir)
-    evaluation_report.write_report(results, output_dir)
-    evaluation_report.log_systems(results, config)
-    distributed.print_rank0(f"\n{evaluation_report.terminal_text(results, config.verbose)}\n")
-    distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 
 def start_folder(config: EvaluateConfig) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from common.evaluation.records import BASELINES, Generation
 if TYPE_CHECKING:
     from common.config.stages import CommonConfig
     from common.data import Example
+    from common.evaluation.config import EvaluateConfig
+    from common.evaluation.split import ImplicitReward
     from common.forward import Policy
     from common.padding import AnyBatch
     from common.rewards.models import RewardModelFunction
@@ -35,31 +38,55 @@ class Reference:
 
 
 def policy_scores(
-    policy: str,
-    kinds: Sequence[str],
+    policy: "Policy",
     logps: Tensor,
-    lengths: Tensor,
-    implicit_rewards: Tensor | None,
+    reference: Reference | None,
+    pairs: Sequence["Example"],
+    reward: "ImplicitReward",
+    config: "EvaluateConfig",
+    vocabulary: "Vocabulary",
 ) -> dict[str, Floats]:
-    """Scores (N, 2) of a policy by each of some `POLICY_SCORES`, under `<policy> <kind>`.
+    """Scores (N, 2) of a policy on N pairs by each kind of `--policy_scores`. Collective.
+
+    `logp_per_token` is the log-probability divided by the completion's length. The implicit reward
+    is that of the run's training: where tails count `ld_alpha`, policy and reference score the
+    pairs again. Where it needs a reference and there is none, as for the reference itself, whose
+    ratios are 0 everywhere, the log-probability takes its place, as kind `logp`.
 
     Args:
-        policy: Its name.
-        kinds: `logp_per_token` is the log-probability divided by the completion's length.
-        logps: (N, 2) log-probabilities of the completions, nats.
-        lengths: (N, 2) tokens of the completions.
-        implicit_rewards: (N, 2) by which its loss judges (`split.ImplicitReward`); None where they
-            need a reference and there is none, as for the reference itself, whose ratios are 0
-            everywhere: the log-probabilities, as `logp`, take their place.
+        policy: The policy.
+        logps: (N, 2) its log-probabilities of the completions, nats.
+        reference: The reference, None before it is known.
+        pairs: The N pairs.
+        reward: The reward by which the policy's run judges pairs.
+        config: Kinds, and sizes of batches.
+        vocabulary: Of the policy.
     """
+    from common import data
+    from common.evaluation.split import pair_logps
+
+    lengths = data.lengths(pairs)[:, 1:]  # (N, 2)
     scores: dict[str, Floats] = {}
-    for kind in kinds:
+    for kind in config.policy_scores:
         if kind == "logp_per_token":
-            scores[f"{policy} {kind}"] = (logps / lengths).numpy()
-        elif implicit_rewards is None:
-            scores[f"{policy} logp"] = logps.numpy()
+            scores[kind] = (logps / lengths).numpy()
+        elif reward.needs_reference and reference is None:
+            scores["logp"] = logps.numpy()
         else:
-            scores[f"{policy} {kind}"] = implicit_rewards.numpy()
+            weighted, ref_weighted = logps, reference.logps if reference else None
+            if reward.ld_alpha != 1:
+                score = partial(
+                    pair_logps,
+                    pairs=pairs,
+                    config=config,
+                    vocabulary=vocabulary,
+                    title="scoring pairs",
+                    ld_alpha=reward.ld_alpha,
+                )
+                if reward.needs_reference and reference:
+                    ref_weighted = score(reference.policy)
+                weighted = score(policy)
+            scores[kind] = reward(weighted, ref_weighted, lengths).numpy()
     return scores
 
 

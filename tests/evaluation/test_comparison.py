@@ -7,6 +7,7 @@ policies in every reading; the numbers of `results.json` follow from `scores.jso
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,18 +55,21 @@ def pair(row: int, **facts: Any) -> dict[str, Any]:
 
 
 def test_readings_of_a_policy_by_hand():
-    logps, lengths = torch.tensor([[-4.0, -6.0]]), torch.tensor([[2, 3]])
-    kinds = records.POLICY_SCORES
-    implicit = torch.tensor([[0.5, -1.5]])
-    read = measure.policy_scores("dpo", kinds, logps, lengths, implicit)
-    assert {name: scores.tolist() for name, scores in read.items()} == {
-        "dpo implicit_reward": [[0.5, -1.5]],
-        "dpo logp_per_token": [[-2.0, -2.0]],
+    logps, ref_logps = torch.tensor([[-4.0, -6.0]]), torch.tensor([[-4.5, -4.5]])
+    pairs = [Example(0, "p", [5], [[1, 2], [1, 2, 3]], {})]
+    config: Any = SimpleNamespace(policy_scores=records.POLICY_SCORES)
+    policy: Any = None  # without ld_alpha it is not read
+    given = (pairs, ImplicitReward(), config, tiny.vocabulary())
+    reference = measure.Reference(policy, ref_logps)
+    read = measure.policy_scores(policy, logps, reference, *given)
+    assert {kind: scores.tolist() for kind, scores in read.items()} == {
+        "implicit_reward": [[0.5, -1.5]],
+        "logp_per_token": [[-2.0, -2.0]],
     }
-    itself = measure.policy_scores("sft", kinds, logps, lengths, None)
-    assert {name: scores.tolist() for name, scores in itself.items()} == {
-        "sft logp": [[-4.0, -6.0]],
-        "sft logp_per_token": [[-2.0, -2.0]],
+    itself = measure.policy_scores(policy, logps, None, *given)
+    assert {kind: scores.tolist() for kind, scores in itself.items()} == {
+        "logp": [[-4.0, -6.0]],
+        "logp_per_token": [[-2.0, -2.0]],
     }
 
 
