@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import data, distributed, launch, self_checks
+from common import distributed, launch, self_checks
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import judges, measure, records, runs, split, summary
