@@ -39,6 +39,8 @@ from experiments.overoptimization.measuring import Measured, Measurer
 from experiments.overoptimization.runs import choose, write_optimised
 from experiments.overoptimization.summary import SeedPoints, summarise
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "assets" / "recipes"
 LIMITS: dict[str, Any] = {

@@ -32,6 +32,8 @@ from experiments.stages import ROOT, Stage, config_of, description, write_mark
 from experiments.sweep import __main__ as sweep
 from experiments.sweep.sweep_file import read_sweep
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 RECIPES = ROOT / "assets" / "recipes"
 ABLATIONS = RECIPES / "ablations"
 NOISE = {0: 0.3, 1: -0.5, 2: 0.1}  # of a seed, shared by all its runs

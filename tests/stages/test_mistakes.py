@@ -37,6 +37,8 @@ from common.model import load
 from common.record.jsonl import read_jsonl
 from common.shutdown import signals
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -346,7 +348,6 @@ def run_script(command: list[str], **environment: str) -> subprocess.CompletedPr
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"max_stepz": 1}, "unknown argument '--max_stepz' (did you mean max_steps?)."),
         ({"model_name_or_path": "no/body"}, "no tokenizer could be loaded from 'no/body': "),
         ({"dataset_name": "no/body"}, "dataset_name 'no/body' (split 'train') is no local "),
     ],
@@ -384,7 +385,6 @@ def speaks(completions, log_extra, **columns):
     ("flags", "sentence"),
     [
         ({"batch_size": 3}, "--batch_size is 3, which 2 processes cannot share evenly; "),
-        ({"max_stepz": 1}, "unknown argument '--max_stepz' (did you mean max_steps?)."),
         ({"dataset_name": "no/body"}, "dataset_name 'no/body' (split 'train') is no local "),
     ],
 )
