@@ -64,6 +64,7 @@ def without_pictures() -> Iterator[None]:
 
 
 @pytest.fixture
-def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough resamples of a bootstrap for a simulation of many samples."""
-    monkeypatch.setattr(intervals, "NUM_RESAMPLES", 400)
+def few_resamples() -> Iterator[None]:
+    """Enough resamples of a bootstrap for a simulation of many samples, or for a short run."""
+    with mock.patch.object(intervals, "NUM_RESAMPLES", 400):
+        yield

@@ -267,6 +267,7 @@ def test_values_that_make_no_experiment_are_refused(changes, said):
         settings(**changes)
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkeypatch, capsys):
     started: list[str] = []
 

@@ -220,7 +220,7 @@ def run_stage(chain: str, stage: str, **flags: int) -> None:
 FEW_ROLLOUTS = {"num_generations": 4, "generation_batch_size": 4, "num_train_rows": 6}
 
 
-@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.usefixtures("without_pictures", "few_resamples")
 @pytest.mark.parametrize("chain", CHAINS)
 def test_two_steps_of_every_stage_run(chain, working_directory):
     for stage in WHOLE:
@@ -232,7 +232,7 @@ def test_two_steps_of_every_stage_run(chain, working_directory):
     check_results(working_directory / "output" / chain / "evaluation", chain)
 
 
-@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.usefixtures("without_pictures", "few_resamples")
 @pytest.mark.parametrize("chain", SHORT_CHAINS)
 def test_two_steps_of_a_chain_with_rewards_that_are_functions(chain, working_directory):
     flags = {"sft": {"num_train_rows": 6}, "grpo": FEW_ROLLOUTS, "evaluate": {}}
@@ -285,7 +285,7 @@ CLASSIFIER = "siebert/sentiment-roberta-large-english"
 GOLD = "assets/recipes/sentiment/gold.py"
 
 
-@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.usefixtures("without_pictures", "few_resamples")
 def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory):
     """The paper's chain: reviews, SFT, pairs that a classifier labels, DPO, and GRPO on it."""
     save_classifier(working_directory / CLASSIFIER)

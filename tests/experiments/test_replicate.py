@@ -26,7 +26,7 @@ from experiments.replicate import (
 )
 from experiments.stages import ROOT, Stage
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
+pytestmark = pytest.mark.usefixtures("without_pictures", "few_resamples")
 
 SHORT = ["max_steps=2", "batch_size=2", "num_train_rows=12", "num_eval_rows=5", "num_prompts=3"]
 SHORT += ["grpo.num_candidates=4", "grpo.num_generations=2", "num_sft_rows=4"]

@@ -257,6 +257,7 @@ def test_iterative_dpo_and_grpo_sample_and_train_on_as_much(monkeypatch):
         assert run.learning_rate == grpo.learning_rate
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_a_small_sweep_of_real_runs(tmp_path, monkeypatch):
     """Two steps, one seed: every number comes out of a run, and a second call makes none."""
     (tmp_path / "assets").symlink_to(ROOT / "assets", target_is_directory=True)
