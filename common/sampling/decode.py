@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from common import padding
 from common.errors import UserError
@@ -80,11 +81,16 @@ class CopyingDecoder:
         """Prefill N prompts, padded on the left; `logits` (N*K, V) follow them.
 
         Raises:
-            UserError: the model has another kind of cache, as Mamba.
+            UserError: the model has no attention, as Mamba.
         """
-        if "past_key_values" not in inspect.signature(lm.forward).parameters:
+        self.cache = DynamicCache(config=lm.config)
+        accepted = inspect.signature(lm.forward).parameters
+        # transformers 5.24 renames past_key_values to cache.
+        self.cache_name = next((x for x in ("cache", "past_key_values") if x in accepted), "")
+        has_attention = any(isinstance(layer, DynamicLayer) for layer in self.cache.layers)
+        if not (self.cache_name and has_attention):
             raise UserError(
-                f"{type(lm).__name__} takes no past_key_values and cannot be sampled from; train "
+                f"{type(lm).__name__} keeps no keys and values and cannot be sampled from; train "
                 "it with --num_sample_prompts 0, and not by GRPO."
             )
         device = lm.get_input_embeddings().weight.device
@@ -92,7 +98,6 @@ class CopyingDecoder:
         positions = padding.position_ids(mask)  # (N, P)
         self.lm = lm
         self.is_padded = len(set(map(len, prompts))) > 1
-        self.cache = DynamicCache(config=lm.config)
         logits = self.forward(ids, mask, positions)  # (N, V)
         rows = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)  # (B,)
         # Layers with linear attention have no `batch_repeat_interleave`, nor `batch_select_indices`
@@ -106,9 +111,9 @@ class CopyingDecoder:
             input_ids=input_ids,
             attention_mask=mask.long() if self.is_padded else None,
             position_ids=position_ids,
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self.cache_name: self.cache},
         ).logits
         return logits[:, -1]
 

@@ -545,7 +545,7 @@ LLAMA_4 = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
 @pytest.mark.parametrize(
     ("family", "name", "shape"),
     [
-        ("codegen", "CodeGenForCausalLM", {"n_embd": 32, "n_layer": 1, "rotary_dim": 4}),
+        ("bloom", "BloomForCausalLM", {"n_layer": 1}),
         ("gemma2", "Gemma2ForCausalLM", {}),  # caps scores
         ("gpt_oss", "GptOssForCausalLM", {}),  # has attention sinks
         ("llama4_text", "Llama4ForCausalLM", LLAMA_4),

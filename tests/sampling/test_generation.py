@@ -949,7 +949,7 @@ def test_padding_and_sampling_of_a_model_with_convolution_or_recurrent_states(fa
         shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
 
 
-def test_a_model_with_another_kind_of_cache_is_not_sampled_from():
+def test_a_model_without_attention_is_not_sampled_from():
     lm = tiny.causal_lm("mamba", is_plain=True)
-    with pytest.raises(UserError, match="MambaForCausalLM takes no past_key_values"):
+    with pytest.raises(UserError, match="MambaForCausalLM keeps no keys and values"):
         decoding.CopyingDecoder(lm, [[1, 2]], 1, 0)
