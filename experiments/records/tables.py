@@ -31,7 +31,7 @@ from experiments.records.make import (
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-STEPS = 20  # between two lines of the table of `too-far`
+STEPS = 40  # between two lines of the table of `too-far`
 
 
 def write() -> None:
