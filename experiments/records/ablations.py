@@ -25,17 +25,12 @@ STAGES = {
 }
 
 
-def tables(part: str, only: str = "") -> str:
-    """The tables of a sweep's report, each below its title; or the one with the title `only`."""
-    if only:
-        return dict(stage_tables(part))[only]
-    return "\n\n".join(f"**{title}**\n\n{table}" for title, table in stage_tables(part))
-
-
-def primary_table() -> str:
-    """The first outcome of each stage of the ablations; the base chain's line names the stage."""
+def primary_table(part: str, *stages: str) -> str:
+    """The first outcome of a sweep's stages, or of some; the base chain's line names the stage."""
     rows = []
-    for title, table in stage_tables("ablations"):
+    for title, table in stage_tables(part):
+        if stages and title not in stages:
+            continue
         heads, *lines = make.cells(table)
         for detail, choice, value, *_, verdict, _ in lines:
             first = f"**{title}**: {heads[2]}" if detail == "base" else detail

@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from common.evaluation.intervals import interval_cell
-from common.record.run_folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.overoptimization.page import fallen
@@ -20,7 +18,6 @@ from experiments.overoptimization.plots import draw_curves
 from experiments.records import ablations, chains, papers, reward_curve, speed
 from experiments.records.make import (
     PARTS,
-    RECORDS,
     ROOT,
     cells,
     command_of,
@@ -31,7 +28,6 @@ from experiments.records.make import (
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-STEPS = 40  # between two lines of the table of `too-far`
 
 
 def write() -> None:
@@ -100,30 +96,6 @@ def records() -> str:
     return markdown.table(["part", "minutes", "date", "processor", "commit", "commands"], rows)
 
 
-# ---- tables of one part each -------------------------------------------------------------------
-
-
-def too_far() -> str:
-    """What was found on held-out prompts while GRPO went on."""
-    heads = {
-        "what is optimised: the reward model": ("eval_reward{}/reward", 1, 2),
-        "what it stands for: gold reward": ("eval_reward{}/gold", 1, 3),
-        "accuracy on pairs %": ("eval_accuracy{}", 100, 1),
-        "KL": ("eval_kl{}", 1, 2),
-    }
-    rows = []
-    for line in read_metrics(RECORDS / "too-far"):
-        if line["step"] % STEPS or "eval_kl" not in line:
-            continue
-        intervals = []
-        for name, scale, digits in heads.values():
-            ends = {end: line[name.format(f"_{end}")] for end in ("low", "high")}
-            found = {"mean": line[name.format("")], **ends}
-            intervals.append(interval_cell(found, scale, digits))
-        rows.append([str(line["step"]), *intervals])
-    return markdown.table(["step", *heads], rows)
-
-
 # ---- sweeps --------------------------------------------------------------------------------------
 
 
@@ -164,11 +136,10 @@ def kills() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "records": records,
     **chains.TABLES,
-    "too-far": too_far,
-    "ablations": ablations.primary_table,
+    "ablations": partial(ablations.primary_table, "ablations"),
     "ablations.short": ablations.what_matters,
     "ablations.papers": papers.table,
-    "iterative": partial(ablations.tables, "iterative", "grpo"),
+    "iterative": partial(ablations.primary_table, "iterative", "grpo"),
     "overoptimization": turns,
     "bench-tiny.short": speed.table,
     "one-sentence": reward_curve.shown,

@@ -35,21 +35,18 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (records / "ablations" / "sweep.json").write_text(json.dumps({"effects": LINES}))
 
 
-def test_the_tables_are_those_of_the_report():
-    text = "# T\n\nfacts\n\n![a](b.png)\n\n## reward\n\n| a |\n\n## dpo\n\n| b |\n"
-    (make.RECORDS / "ablations" / "report.md").write_text(text)
-    assert ablations.tables("ablations") == "**reward**\n\n| a |\n\n**dpo**\n\n| b |"
-    assert ablations.tables("ablations", "dpo") == "| b |"
-
-
 def test_the_page_has_the_first_outcome_of_each_stage():
     heads = (
         "| detail | choice | gold, points | KL, nats | matters? | n |\n|---|---|---|---|---|---|\n"
     )
     base = "| base | as in the recipe | 94.20 ± 1.69 | 1.65 ± 0.18 |  | 8 |\n"
     line = "| beta | 0.8 | -3.31 [-4.66, -1.95] | -0.68 * | no larger than 4.70 | 8 |\n"
-    (make.RECORDS / "ablations" / "report.md").write_text(f"# T\n\n## dpo\n\n{heads}{base}{line}")
-    *_, of_base, of_line = ablations.primary_table().splitlines()
+    (make.RECORDS / "ablations" / "report.md").write_text(
+        f"# T\n\n## dpo\n\n{heads}{base}{line}\n## grpo\n\n{heads}{base}"
+    )
+    *_, of_base, of_line, of_grpo = ablations.primary_table("ablations").splitlines()
+    assert ablations.primary_table("ablations", "dpo").splitlines()[2:] == [of_base, of_line]
+    assert "**grpo**" in of_grpo
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (of_base, of_line)]
     assert cells[0] == ["**dpo**: gold, points", "as in the recipe", "94.20 ± 1.69", ""]
     assert cells[1] == ["beta", "0.8", "-3.31 [-4.66, -1.95]", "\N{LESS-THAN OR EQUAL TO} 4.70"]
