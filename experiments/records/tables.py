@@ -68,12 +68,11 @@ def filled(text: str, *, is_in_docs: bool = True) -> str:
 
 
 def source(part: str) -> str:
-    """What made a record."""
+    """What made a record; `record.json` has the versions of packages too."""
     record = read_record(part)
-    packages = ", ".join(f"{name} {version}" for name, version in record["packages"].items())
     return (
         f"`make results PARTS={part}`, {record['minutes']:.0f} minutes, {record['date']}, commit "
-        f"{record['git_commit'][:10]}, {record['cpu']}, {record['cores']} cores, {packages}"
+        f"{record['git_commit'][:10]}, {record['cpu']}, {record['cores']} cores"
     )
 
 

@@ -44,10 +44,10 @@ def test_the_page_has_the_first_outcome_of_each_stage():
     (make.RECORDS / "ablations" / "report.md").write_text(
         f"# T\n\n## dpo\n\n{heads}{base}{line}\n## grpo\n\n{heads}{base}"
     )
-    *_, of_base, of_line, of_grpo = ablations.primary_table("ablations").splitlines()
-    assert ablations.primary_table("ablations", "dpo").splitlines()[2:] == [of_base, of_line]
-    assert "**grpo**" in of_grpo
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (of_base, of_line)]
+    _, *cells = make.cells(ablations.primary_table("ablations"))
+    _, *of_dpo = make.cells(ablations.primary_table("ablations", "dpo"))
+    assert cells[:2] == of_dpo
+    assert cells[2][0] == "**grpo**: gold, points"
     assert cells[0] == ["**dpo**: gold, points", "as in the recipe", "94.20 ± 1.69", ""]
     assert cells[1] == ["beta", "0.8", "-3.31 [-4.66, -1.95]", "\N{LESS-THAN OR EQUAL TO} 4.70"]
 

@@ -31,8 +31,7 @@ def test_tables_are_those_of_the_records(page: Path):
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A record of one part with two seeds, in place of those there are."""
-    for module in (make, tables):
-        monkeypatch.setattr(module, "RECORDS", tmp_path)
+    monkeypatch.setattr(make, "RECORDS", tmp_path)
     for seed, kl in enumerate((1.0, 3.0)):
         folder = tmp_path / "demo" / f"seed_{seed}" / "evaluation"
         folder.mkdir(parents=True)
