@@ -162,9 +162,9 @@ def of_seed_0(part: str, what: Callable[[Any], Any]) -> str:
     return str(what(evaluations(part)["0"]))
 
 
-def samples(part: str) -> str:
+def samples(part: str, number: int) -> str:
     """Summaries of the first abstracts by every system."""
-    lines = list(read_jsonl(make.RECORDS / part / "samples.jsonl"))
+    lines = list(read_jsonl(make.RECORDS / part / "samples.jsonl"))[:number]
     titles = [TITLE.findall(line["prompt"])[0] for line in lines]
     rows = [["author", *(line["reference"]["completion"] for line in lines)]]
     rows += [
@@ -213,4 +213,4 @@ TABLES: dict[str, Callable[[], str]] = {
 for part in CHAINS:
     TABLES[f"{part}.mean"] = partial(means, part)
     TABLES |= {f"{part}.{name}": partial(of_seed_0, part, f) for name, f in OF_SEED_0.items()}
-    TABLES[f"{part}.samples"] = partial(samples, part)
+    TABLES[f"{part}.samples"] = partial(samples, part, 1)

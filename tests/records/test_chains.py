@@ -62,7 +62,7 @@ def test_samples_stand_below_the_titles_of_their_papers(
         for p in prompts
     ]
     (tmp_path / "samples.jsonl").write_text("\n".join(lines))
-    found = [row.split("|")[1:-1] for row in chains.samples(".").splitlines()]
+    found = [row.split("|")[1:-1] for row in chains.samples(".", 2).splitlines()]
     assert [cell.strip() for cell in found[0]] == ["summary by", "A title", "Another"]
     assert [cell.strip() for cell in found[3]] == ["grpo", "Ours.", "Ours."]
     assert [cell.strip() for cell in found[4]] == ["sft", *["Ours, and [...]"] * 2]
