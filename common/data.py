@@ -30,10 +30,10 @@ def load_splits(
     For SFT on conversations it prints the first row as it is trained. `kind` as in
     `tokenise.load_examples`. Collective.
     """
-    from common.text import reading, tokenise
+    from common.text import tokenise
 
     name = config.dataset_name
-    held_out = reading.held_out_split(config, name, is_trained_on=True)
+    held_out = _held_out_split(config, name, is_trained_on=True)
     train_set = tokenise.load_examples(
         config, name, config.dataset_train_split, kind, vocabulary, config.num_train_rows
     )
@@ -53,12 +53,23 @@ def load_held_out_pairs(
 
     `is_trained_on`: the run trains on other rows of it.
     """
-    from common.text import reading, tokenise
+    from common.text import tokenise
 
-    split = reading.held_out_split(config, dataset_name, is_trained_on=is_trained_on)
+    split = _held_out_split(config, dataset_name, is_trained_on=is_trained_on)
     return tokenise.load_examples(
         config, dataset_name, split, "preference", vocabulary, config.num_eval_rows
     )
+
+
+def _held_out_split(config: TrainConfig, dataset_name: str, *, is_trained_on: bool) -> str:
+    """The split that a run evaluates on; where none is found it says so and returns ""."""
+    from common.text import reading
+
+    split = reading.held_out_split(config, dataset_name, is_trained_on=is_trained_on)
+    if dataset_name and config.dataset_test_split and not split:
+        tried = " or ".join(reading.HELD_OUT_SPLITS)
+        distributed.print_rank0(f"{dataset_name} has no split {tried}: no evaluation on it")
+    return split
 
 
 def lengths(examples: Sequence[Example]) -> torch.Tensor:

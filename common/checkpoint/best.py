@@ -32,9 +32,12 @@ def refuse_impossible(config: CommonConfig) -> None:
             f"--metric_for_best_model is {metric}, which no run of this stage logs; name "
             f"{', '.join(names)}, or a metric of training steps (docs/metrics.md)."
         )
-    if not config.save_steps or (is_held_out and (not every or config.save_steps % every)):
-        needed = f"a multiple of a positive --eval_steps, {every}," if is_held_out else "positive"
-        raise config.refused("save_steps", f"{needed} with --metric_for_best_model {metric}")
+    why = f"with --metric_for_best_model {metric}"
+    if is_held_out and not every:
+        raise config.refused("eval_steps", f"positive {why}")
+    if not config.save_steps or (is_held_out and config.save_steps % every):
+        needed = f"a multiple of --eval_steps, {every}," if is_held_out else "positive"
+        raise config.refused("save_steps", f"{needed} {why}")
 
 
 def ranking(output_dir: Path, metric: str) -> list[Path]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
-from common.evaluation.records import Results
+from common.evaluation.records import BASELINES, Results
 from common.record.run_folder import METRICS, folder_of_run, read_metrics, short_path
 from common.record.terminal import NOT_MEASURED
 from common.record.tracking import Tracker
@@ -73,8 +73,9 @@ def conclusions(results: Results) -> str:
     lines = [f"{held_out(results).capitalize()}; intervals are 95%."]
     accuracies = {system["name"]: system.get("accuracy") for system in results.systems}
     title, rewards = main_reward(results.systems)
+    accuracy = highest(accuracies, "accuracy", 100, 1)
     best = [
-        f"Accuracy is highest for {highest(accuracies, 'accuracy', 100, 1)}%.",
+        f"Accuracy is highest for {accuracy}%{best_baseline(results)}.",
         f"{title} is highest for {highest(rewards, 'mean', 1, 3)}.",
     ]
     several = [sum(map(bool, values.values())) > 1 for values in (accuracies, rewards)]
@@ -93,13 +94,21 @@ def conclusions(results: Results) -> str:
     return "\n".join(filter(None, lines))
 
 
+def best_baseline(results: Results) -> str:
+    """The accuracy of the best baseline, in brackets; "" without pairs."""
+    systems = (results.comparison or {}).get("systems", [])
+    accuracies = {s["name"]: s["accuracy"] for s in systems if s["name"] in BASELINES}
+    return f" (best baseline: {highest(accuracies, 'accuracy', 100, 1)}%)" if accuracies else ""
+
+
 def highest(
     intervals: Mapping[str, Mapping[str, Any] | None], key: str, scale: float, digits: int
 ) -> str:
-    """The name and value of the system with the highest value; "" without any."""
+    """The system with the highest value, or those that share it, and the value."""
     values = {name: interval[key] for name, interval in intervals.items() if interval}
-    best = max(values, key=values.__getitem__, default="")
-    return best and f"{best}, {scale * values[best]:.{digits}f}"
+    most = max(values.values(), default=0.0)
+    names = [name for name, value in values.items() if value == most]
+    return f"{' and '.join(names)}, {scale * most:.{digits}f}"
 
 
 def system_numbers(results: Results) -> dict[str, float]:

@@ -7,6 +7,7 @@ room.
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +86,10 @@ class CopyingDecoder:
         """
         self.cache = DynamicCache(config=lm.config)
         accepted = inspect.signature(lm.forward).parameters
-        # transformers 5.24 renames past_key_values to cache.
-        self.cache_name = next((x for x in ("cache", "past_key_values") if x in accepted), "")
+        self.cache_name = "past_key_values" if "past_key_values" in accepted else ""
+        # transformers 5.24 renames it to cache, as a few models call a cache of another kind.
+        if "cache" in accepted and re.search(r"\bCache\b", str(accepted["cache"].annotation)):
+            self.cache_name = "cache"
         has_attention = any(isinstance(layer, DynamicLayer) for layer in self.cache.layers)
         if not (self.cache_name and has_attention):
             raise UserError(

@@ -73,7 +73,7 @@ def load_rows(
 def _open_split(
     dataset_name: str, split: str, config: str, revision: str
 ) -> tuple[str, Iterator[RawRow]]:
-    """What messages call a split, and its unchecked rows, which are read one by one."""
+    """The split's name in messages, and an iterator over its unchecked rows."""
     label = f"{os.path.expanduser(dataset_name)} split {split!r}"
     if files := sources.data_files(dataset_name, split):
         share = sources.part_of(split)[1]
@@ -87,8 +87,8 @@ def _open_split(
 def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bool = False) -> str:
     """The split to evaluate on: what `--dataset_test_split` names, or `auto` finds; "" for none.
 
-    `auto` is `validation`, else `test`, of what is there; a note says so if neither is. A single
-    file has one split: it is evaluated on unless the run trains on it.
+    `auto` is `validation`, else `test`, of what is there. A single file has one split: it is
+    evaluated on unless the run trains on it.
 
     Raises:
         UserError: the split that was named is not there, or nothing is.
@@ -110,8 +110,6 @@ def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bo
         with contextlib.suppress(sources.NoSuchSplitError):
             _open_split(dataset_name, name, subset, revision)
             return name
-    tried = " or ".join(HELD_OUT_SPLITS)
-    distributed.print_rank0(f"{dataset_name} has no split {tried}: no evaluation on it")
     return ""
 
 

@@ -58,11 +58,22 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
     if columns:
         rows = _without_repetitions(rows, columns, label)
         rows = [_with_shared_prompt(row, columns) for row in rows]
+    if num_unread := sum(map(_has_unread_system, rows)):
+        distributed.print_rank0(
+            f"warning: {label}: the column 'system' of {num_unread} rows is not read; docs/data.md "
+            "has a `map` that puts it first in the messages"
+        )
     rows = _empty_blank_rows(rows, ("prompt", *columns), label)
     for number, row in enumerate(rows, start=1):
         if fault := _fault(row, kind):
             raise UserError(f"{label}, row {number}: {fault}.")
     return rows
+
+
+def _has_unread_system(row: RawRow) -> bool:
+    """Whether a prompt of messages has its system message in a column, which is not read."""
+    prompt: Any = row.get("prompt")
+    return is_messages(prompt) and prompt[0]["role"] != "system" and not is_blank(row.get("system"))
 
 
 def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
@@ -146,9 +157,11 @@ def _without_repetitions(rows: list[RawRow], columns: Sequence[str], label: str)
     ]
     if num_repeating := len(rows) - cut.count(None):
         num_cut = sum(map(operator.is_not, result, rows))
+        left = num_repeating - num_cut
         distributed.print_rank0(
-            f"{label}: {' and '.join(columns)} repeat the prompt in {num_repeating} of "
-            f"{len(rows)} rows; it is cut from {num_cut}"
+            f"{'warning: ' if left else ''}{label}: {' and '.join(columns)} repeat the prompt in "
+            f"{num_repeating} of {len(rows)} rows; it is cut from {num_cut}"
+            + (f", and trained twice in {left}" if left else "")
         )
     return result
 

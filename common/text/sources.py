@@ -57,7 +57,7 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
         return [path]
     if is_named or not may_be_id(dataset_name):
         reason = why_missing(dataset_name)
-        if not reason and dataset_name.startswith("data/"):
+        if not reason and dataset_name.startswith("data/") and not is_named:
             reason = "; where a recipe names it, the make_rows.py next to the recipe makes it"
         reason = reason or f" {NO_ID}; give a file or a folder"
         raise UserError(f"dataset_name {dataset_name!r} does not exist{reason}.")

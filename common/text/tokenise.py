@@ -3,8 +3,10 @@
 `load_examples` reads a split, renders messages, and tokenises prompts and completions apart.
 """
 
+import contextlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -85,10 +87,22 @@ def read_examples(
         for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))
         for row in render(raw, kind, vocabulary.tokenizer, number)
     ]
-    examples, report = tokenize_rows(rows, vocabulary, config, split)
+    with tokenizer_threads():
+        examples, report = tokenize_rows(rows, vocabulary, config, split)
+    if kind == "sft":
+        report.num_conversations = len({row.number for row in rows if row.messages})
     distributed.print_rank0(report)
     report.refuse_lossy(config.max_dropped_fraction)
     return examples
+
+
+@contextlib.contextmanager
+def tokenizer_threads() -> Iterator[None]:
+    """Let the tokenizer use all cores; `distributed.quieten` turns its threads off."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    yield
+    os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
 
 
 def tokenize_rows(
@@ -140,7 +154,6 @@ def tokenize_rows(
         )
         boundaries.append([(prompt.text, completion.text) for completion in completions])
     report.num_kept = len(examples)
-    report.num_conversations = len({row.number for row in rows if row.messages})
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in examples])
     report.completion_lengths = _quantiles([len(c) for e in examples for c in e.completions])
     every = -(-len(boundaries) // MERGE_SAMPLE) or 1
