@@ -54,7 +54,7 @@ from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
-from common.grpo.sampler_correction import sampler_weights
+from common.grpo.sampler_correction import off_policy_mask, sampler_drift, sampler_weights
 from common.losses import (
     aggregate,
     clipped_tokens,
@@ -228,6 +228,53 @@ def check_first_rollout(
         )
 
 
+def policy_term(
+    logps: Tensor,
+    old_logps: Tensor,
+    micro_batch: MicroBatch,
+    config: GRPOConfig,
+    watch: StepMonitor,
+    *,
+    is_new: bool,
+) -> Tensor:
+    """The policy objective (B, C) with what corrects for old samples and for another sampler."""
+    mask, sampled_logps = micro_batch.batch.completion_mask, micro_batch.sampled_logps  # (B, C)
+    advantages, num_tokens = micro_batch.advantages, mask.sum()  # (B,) or (B, C)
+    options: dict[str, Any] = {
+        "objective": config.policy_objective,
+        "epsilon_low": config.epsilon_low,
+        "epsilon_high": config.epsilon_high,
+        "delta": config.delta or None,
+        "ratio_level": config.ratio_level,
+    }
+    temperatures = (config.sapo_temperature_pos, config.sapo_temperature_neg)
+    behind = sampled_logps if config.policy_objective == "dppo" else old_logps
+    terms = (logps, behind, advantages, mask)
+    per_token = policy_loss(*terms, temperatures=temperatures, **options)
+    watch.metrics.add("clip_fraction", clipped_tokens(*terms, **options).sum(), num_tokens)
+    if config.off_policy_mask_threshold > 0:
+        threshold = config.off_policy_mask_threshold
+        kept = off_policy_mask(logps, sampled_logps, advantages, mask, threshold=threshold)
+        per_token = per_token * kept
+        watch.metrics.add("off_policy_fraction", (mask & ~kept).sum(), num_tokens)
+    if config.sampler_correction != "none":
+        weights = sampler_weights(
+            old_logps,
+            sampled_logps,
+            mask,
+            correction=config.sampler_correction,
+            cap=config.sampler_correction_cap,
+            floor=config.sampler_correction_floor,
+        )
+        per_token = per_token * weights
+        if is_new:
+            watch.weights.append((weights, mask))
+    if config.sampler_drift_coef > 0:
+        drift = sampler_drift(logps, sampled_logps)
+        per_token = per_token + config.sampler_drift_coef * drift
+    return per_token
+
+
 def grpo_loss(
     policy: Policy, micro_batch: MicroBatch, config: GRPOConfig, watch: StepMonitor, *, is_new: bool
 ) -> Tensor:
@@ -240,25 +287,10 @@ def grpo_loss(
     scores = policy(
         batch, temperature=config.temperature, with_entropy=True, reference=micro_batch.ref_states
     )
-    logps, advantages = scores.token_logps, micro_batch.advantages  # (B, C); (B,) or (B, C)
+    logps = scores.token_logps  # (B, C)
     old_logps = logps.detach() if micro_batch.old_logps is None else micro_batch.old_logps
-    options: dict[str, Any] = {
-        "objective": config.policy_objective,
-        "epsilon_low": config.epsilon_low,
-        "epsilon_high": config.epsilon_high,
-        "delta": config.delta or None,
-        "ratio_level": config.ratio_level,
-    }
-    per_token = policy_loss(logps, old_logps, advantages, mask, **options)  # (B, C)
+    per_token = policy_term(logps, old_logps, micro_batch, config, watch, is_new=is_new)  # (B, C)
     num_tokens, num_real = mask.sum(), batch.is_real.sum()
-    if config.sampler_correction != "none":
-        by, cap = config.sampler_correction, config.sampler_correction_cap
-        weights = sampler_weights(
-            old_logps, micro_batch.sampled_logps, mask, correction=by, cap=cap
-        )
-        per_token = per_token * weights
-        if is_new:
-            watch.weights.append((weights, mask))
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * scores.entropy
     if micro_batch.ref_logps is not None:
@@ -279,8 +311,6 @@ def grpo_loss(
     )
     metrics.add("loss", loss * micro_batch.denominators.num_sequences, num_real)
     metrics.add("entropy", scores.entropy.sum(), num_tokens)
-    is_clipped = clipped_tokens(logps, old_logps, advantages, mask, **options)
-    metrics.add("clip_fraction", is_clipped.sum(), num_tokens)
     if is_new:
         gaps = (micro_batch.sampled_logps - old_logps) * mask
         metrics.add("sampler_kl", gaps.sum(), num_tokens)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import UserError
 from common.losses import check_choice
 from common.noise import derive_seed, hash_counters, uniform
 
-SCALES = ("group", "batch", "none")
+SCALES = ("group", "batch", "none", "mean")
 BASELINES = ("mean", "leave_one_out")
 REJECTION_METHODS = ("rso", "gumbel", "max_variance")
 EPSILON = 1e-4  # added to every standard deviation, which is the unbiased one, both as in TRL
@@ -39,6 +40,9 @@ def group_advantages(
     - `batch`: that of all rewards of the groups that are `counted` (N,), by default all; over all
       ranks with an `all_reduce` that sums a tensor over them, and then every rank has to call.
     - `none`: nothing (Dr. GRPO, Liu et al. 2025).
+    - `mean`: the group's mean, of rewards that are not negative; 0 where the mean is 0 (MaxRL,
+      Tajwar et al. 2026). Of rewards 0 and 1 the expected gradient is that of log P(reward 1) to
+      order G - 1: (1 - (1 - p)^(G - 1)) / p times the gradient of p.
     """
     check_choice("scale", scale, SCALES)
     check_choice("baseline", baseline, BASELINES)
@@ -53,7 +57,24 @@ def group_advantages(
     elif scale == "batch":
         in_batch = rewards if counted is None else rewards[counted]
         advantages = advantages / (_global_moments(in_batch.double(), all_reduce)[1] + EPSILON)
+    elif scale == "mean":
+        if (rewards < 0).any():
+            raise UserError(f"a reward is {rewards.min():g}; --scale_rewards mean needs 0 or more.")
+        mean = rewards.double().mean(dim=1, keepdim=True)  # (N, 1)
+        advantages = torch.where(mean > 0, advantages / mean, 0.0)
     return advantages.float()
+
+
+def objective_advantages(
+    objectives: Sequence[Tensor] | Tensor, weights: Sequence[float], **options: Any
+) -> Tensor:
+    """Weighted sum over objectives, rewards (N, G) each, of their `group_advantages`, (N, G).
+
+    GDPO (Liu et al. 2026) is the sum over the reward functions, each normalised in its group,
+    followed by `normalise_globally`; GRPO has the sum of the rewards as its only objective.
+    """
+    pairs = zip(objectives, weights, strict=True)
+    return torch.stack([w * group_advantages(r, **options) for r, w in pairs]).sum(dim=0)
 
 
 def normalise_globally(

@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 RATIO_LEVELS = ("token", "sequence")
-POLICY_OBJECTIVES = ("clip", "cispo")
+POLICY_OBJECTIVES = ("clip", "cispo", "sapo", "dppo")
 AGGREGATIONS = ("grpo", "token", "constant", "prompt")
 # What the advantage of a reward equal to the mean of its group may be in float32: rounding, over
 # the standard deviation. It is 0 for the share of clipped tokens.
@@ -82,7 +82,8 @@ def _logistic(logits: Tensor, e: float) -> Tensor:
 def _sigmoid(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
     """-(1 - e) log sigma(beta D) - e log sigma(-beta D).
 
-    DPO (Rafailov et al. 2023, eq. 7); with e > 0 conservative DPO (Mitchell 2023).
+    DPO (Rafailov et al. 2023, eq. 7); with e > 0 conservative DPO (Mitchell 2023). `sigmoid_norm`
+    divides each log-prob in D by its completion's length (Tülu 3, Lambert et al. 2024, eq. 6).
     """
     return _logistic(beta * logits, e)
 
@@ -112,6 +113,7 @@ def _simpo(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
 
 _PREFERENCE: dict[str, Callable[[Tensor, float, float, float], Tensor]] = {
     "sigmoid": _sigmoid,
+    "sigmoid_norm": _sigmoid,
     "robust": _robust,
     "ipo": _ipo,
     "ipo_mean": _ipo,
@@ -119,8 +121,8 @@ _PREFERENCE: dict[str, Callable[[Tensor, float, float, float], Tensor]] = {
     "simpo": _simpo,
 }
 PREFERENCE_LOSSES = tuple(_PREFERENCE)
-SMOOTHED_LOSSES = ("sigmoid", "robust", "simpo")  # those that use label_smoothing
-PER_TOKEN_LOSSES = ("ipo_mean", "simpo")  # log-probs are divided by the completion's length
+SMOOTHED_LOSSES = ("sigmoid", "sigmoid_norm", "robust", "simpo")  # those that use label_smoothing
+PER_TOKEN_LOSSES = ("sigmoid_norm", "ipo_mean", "simpo")  # log-probs over the completion's length
 REFERENCE_FREE_LOSSES = ("simpo",)  # D without log ref
 
 
@@ -241,6 +243,7 @@ def policy_loss(
     epsilon_high: float = 0.2,
     delta: float | None = None,
     ratio_level: str = "token",
+    temperatures: tuple[float, float] = (1.0, 1.05),
 ) -> Tensor:
     """Policy objective at each token, negated: (B, C), 0 where the mask is False.
 
@@ -252,6 +255,9 @@ def policy_loss(
       1 + epsilon_high, is one (dual clip, Ye et al. 2020; None: no bound).
     - `cispo`: -sg(min(rho, 1 + epsilon_high)) A log pi, where sg stops the gradient: no token
       loses its gradient, only its weight is bounded (MiniMax-M1 2025, eq. 4-5).
+    - `sapo`: -f(rho) A, f the `soft_gate` with the `temperatures` (Gao et al. 2025).
+    - `dppo`: -sg(min(rho, delta)) A log pi, 0 for tokens `outside_trust_region` by `epsilon_low`
+      and `epsilon_high`; the old log-probs are those of the sampler (Qi et al. 2026).
 
     With one update per rollout, pass the log-probs as their own old ones: rho is then exactly 1,
     and the loss's gradient is REINFORCE's. At sequence level the gradient of `clip` is that of
@@ -259,19 +265,42 @@ def policy_loss(
     completion by its number of tokens.
     """
     check_choice("objective", objective, POLICY_OBJECTIVES)
-    if delta is not None and objective != "clip":
+    if delta is not None and objective in ("cispo", "sapo"):
         raise ValueError(f"delta is {delta} but must be None with objective {objective}")
     if delta is not None and delta <= 1 + epsilon_high:
         raise ValueError(f"delta is {delta} but must exceed 1 + epsilon_high = {1 + epsilon_high}")
-    ratio = probability_ratio(
-        token_logps, old_token_logps, completion_mask, ratio_level=ratio_level
-    )
+    logps = (token_logps, old_token_logps)
+    ratio = probability_ratio(*logps, completion_mask, ratio_level=ratio_level)
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    bounded = _bounded(ratio, advantages, objective, epsilon_low, epsilon_high, delta)
-    gain = bounded * advantages  # (B, C)
-    if objective == "cispo":
+    weights = _bounded(ratio, logps, advantages, objective, epsilon_low, epsilon_high, delta)
+    if objective == "sapo":
+        weights = soft_gate(ratio, advantages, temperatures)
+    gain = weights * advantages  # (B, C)
+    if objective in ("cispo", "dppo"):
         gain = gain.detach() * torch.where(completion_mask, precise(token_logps), 0.0)
     return torch.where(completion_mask, -gain, 0.0)
+
+
+def soft_gate(ratio: Tensor, advantages: Tensor, temperatures: tuple[float, float]) -> Tensor:
+    """SAPO's gate f(rho) = (4 / tau) sigma(tau (rho - 1)), (B, C) (Gao et al. 2025).
+
+    tau is the first of the `temperatures` where A > 0, else the second. The slope f' is 1 at
+    rho = 1 and falls to 0 on both sides: no ratio is cut off, far ones count less.
+    """
+    tau = torch.full_like(ratio, temperatures[1]).masked_fill(advantages > 0, temperatures[0])
+    return 4 / tau * torch.sigmoid(tau * (ratio - 1))
+
+
+def outside_trust_region(
+    token_logps: Tensor, old_token_logps: Tensor, advantages: Tensor, *, low: float, high: float
+) -> Tensor:
+    """Whether the step has already moved a token's probability too far, (B, C): DPPO, binary TV.
+
+    True where A > 0 and pi - mu > high, or A < 0 and pi - mu < -low (Qi et al. 2026). |pi - mu| is
+    the total variation between the two policies if all other tokens count as one.
+    """
+    change = precise(token_logps).detach().exp() - precise(old_token_logps).detach().exp()
+    return torch.where(advantages > 0, change > high, (advantages < 0) & (change < -low))
 
 
 def clipped_tokens(
@@ -285,29 +314,34 @@ def clipped_tokens(
 ) -> Tensor:
     """Where a bound of `policy_loss`, which takes the same, removes a gradient: (B, C).
 
-    All of it in `clip`, a share in `cispo`. An advantage of 0 up to rounding has none to remove.
+    All of it in `clip`, a share in `cispo`, either in `dppo`; none where A is 0 up to rounding.
     """
-    ratio = probability_ratio(
-        token_logps.detach(), old_token_logps, completion_mask, ratio_level=ratio_level
-    )
+    logps = (token_logps.detach(), old_token_logps)
+    ratio = probability_ratio(*logps, completion_mask, ratio_level=ratio_level)
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    is_bounded = _bounded(ratio, advantages, **bounds) != ratio
+    is_bounded = _bounded(ratio, logps, advantages, **bounds) != ratio
     counted = torch.nn.functional.hardshrink(advantages, ADVANTAGE_ROUNDING)  # one kernel
     return torch.logical_and(is_bounded, counted) & completion_mask
 
 
 def _bounded(
     ratio: Tensor,
+    logps: tuple[Tensor, Tensor],
     advantages: Tensor,
     objective: str = "clip",
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     delta: float | None = None,
 ) -> Tensor:
-    """The ratio (B, C) that the objective multiplies the advantage by.
+    """The ratio (B, C) that the objective multiplies the advantage by; `logps` are new and old.
 
     The minimum in `clip` is the ratio bounded from above where A > 0, from below where A < 0.
     """
+    if objective == "sapo":
+        return ratio
+    if objective == "dppo":
+        is_outside = outside_trust_region(*logps, advantages, low=epsilon_low, high=epsilon_high)
+        return ratio.clamp(max=delta or torch.inf).masked_fill(is_outside, 0.0)
     below = ratio.clamp(max=1 + epsilon_high)
     if objective == "cispo":
         return below

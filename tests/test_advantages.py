@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common import advantages
+from common.errors import UserError
 
 EPSILON = 1e-4
 
@@ -51,6 +52,47 @@ def test_group_advantages_by_hand(baseline: str, centred: list[list[float]]):
     ]
     close(ours("group"), by_group)
     close(ours("batch"), [[value / (BATCH_STD + EPSILON) for value in row] for row in centred])
+    close(ours("mean"), [[value / 3 for value in centred[0]], [value / 10 for value in centred[1]]])
+
+
+def test_scaled_by_the_mean_of_rewards_of_0_and_1_the_gradient_is_that_of_the_log_likelihood():
+    """By enumeration, for a success rate p: the sum of (1 - p)^(k - 1) for k up to G - 1.
+
+    These are the first terms of 1 / p, the gradient of log p (Tajwar et al. 2026). The term of
+    order G is missing, since a group without a success adds nothing.
+    """
+    group = [list(rewards) for rewards in itertools.product((0.0, 1.0), repeat=4)]
+    scaled = advantages.group_advantages(torch.tensor(group), scale="mean").double()  # (16, 4)
+    assert (scaled[0] == 0).all()
+    for p in (0.05, 0.3, 0.8):
+        chances = torch.tensor([p ** sum(g) * (1 - p) ** (4 - sum(g)) for g in group]).double()
+        # d log P(r) / dp of each completion: 1 / p of a success, -1 / (1 - p) of a failure
+        scores = torch.tensor([[1 / p if r else -1 / (1 - p) for r in g] for g in group]).double()
+        slope = (chances[:, None] * scaled * scores).sum() / 4
+        expected = sum((1 - p) ** (k - 1) for k in range(1, 4))
+        assert slope.item() == pytest.approx(expected, rel=1e-6)
+        assert slope.item() < 1 / p
+
+
+def test_negative_rewards_are_refused_where_the_mean_divides():
+    with pytest.raises(UserError, match="a reward is -0.5; --scale_rewards mean needs 0 or more"):
+        advantages.group_advantages(torch.tensor([[1.0, -0.5]]), scale="mean")
+
+
+def test_objectives_are_normalised_one_by_one_by_hand():
+    # GDPO's example: 0 and 1, 0 and 1 of two rewards that agree, and of two of which one is equal.
+    # By group each reward is -1 and 1 over sqrt 2; the sum of two is 2 or 1 of that.
+    first = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    second = torch.tensor([[0.0, 1.0], [5.0, 5.0]])
+    unit = 0.5 / (math.sqrt(0.5) + EPSILON)
+    ours = advantages.objective_advantages([first, second], [1.0, 1.0])
+    close(ours, [[-2 * unit, 2 * unit], [-unit, unit]])
+    ours = advantages.objective_advantages([first, second], [1.0, 0.5])
+    close(ours, [[-1.5 * unit, 1.5 * unit], [-unit, unit]])
+    summed = advantages.group_advantages(first + second)  # GRPO tells them apart no more
+    assert (summed[0] - summed[1]).abs().max() < 1e-3
+    alone = advantages.objective_advantages([REWARDS], [1.0])
+    assert torch.equal(alone, advantages.group_advantages(REWARDS))
 
 
 def test_the_batch_s_deviation_is_that_of_the_groups_in_the_batch():
@@ -75,7 +117,7 @@ def test_the_standard_deviation_is_the_unbiased_one():
 @pytest.mark.parametrize("scale", advantages.SCALES)
 @pytest.mark.parametrize("baseline", advantages.BASELINES)
 def test_equal_rewards_give_exactly_zero(scale: str, baseline: str):
-    for value in (0.1, 1 / 3, -7.7, 1e6 + 0.1):
+    for value in (0.1, 1 / 3, 0.0 if scale == "mean" else -7.7, 1e6 + 0.1):
         for num_generations in (2, 3, 7):
             for dtype in (torch.float32, torch.float64):
                 rewards = torch.full((2, num_generations), value, dtype=dtype)
@@ -481,7 +523,10 @@ def test_unusable_options_are_refused_with_the_values_allowed():
         (lambda: sample(num_keep=5), "num_keep is 5.*between 1 and 4"),
         (lambda: sample(num_keep=0), "num_keep is 0"),
         (lambda: sample(temperature=0.0), "temperature is 0.0"),
-        (lambda: advantages.group_advantages(REWARDS, scale="std"), "'std'.*group, batch, none"),
+        (
+            lambda: advantages.group_advantages(REWARDS, scale="std"),
+            "'std'.*group, batch, none, mean",
+        ),
         (lambda: advantages.group_advantages(REWARDS, baseline="min"), "'min'.*leave_one_out"),
         (lambda: advantages.group_advantages(REWARDS[:, :1]), "num_generations is 1"),
     ]

@@ -12,9 +12,13 @@ import trl_code
 from torch import Tensor
 
 from common import losses
-from common.advantages import group_advantages
+from common.advantages import group_advantages, normalise_globally, objective_advantages
 from common.forward import Policy
-from common.grpo.sampler_correction import SAMPLER_CORRECTIONS, sampler_weights
+from common.grpo.sampler_correction import (
+    SAMPLER_CORRECTIONS,
+    off_policy_mask,
+    sampler_weights,
+)
 from common.padding import padded_batch
 
 NUM_ROWS, NUM_COLUMNS = 12, 6
@@ -92,6 +96,7 @@ DPO = [
     ({"loss_type": "sigmoid"}, {"loss_types": ["sigmoid"]}),
     ({"loss_type": "hinge"}, {"loss_types": ["hinge"]}),
     ({"loss_type": "ipo_mean", **PAIR_LENGTHS}, {"loss_types": ["ipo"]}),
+    ({"loss_type": "sigmoid_norm", **PAIR_LENGTHS}, {"loss_types": ["sigmoid_norm"]}),
     (
         {"loss_type": "robust", "label_smoothing": 0.2},
         {"loss_types": ["robust"], "label_smoothing": 0.2},
@@ -274,6 +279,30 @@ def test_cispo(ratio_level: str):
     assert_same(ours, trl, logps)
 
 
+@pytest.mark.parametrize("ratio_level", losses.RATIO_LEVELS)
+def test_sapo(ratio_level: str):
+    logps = policy_logps()
+    options = {"objective": "sapo", "temperatures": (0.5, 1.5), "ratio_level": ratio_level}
+    per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK, **options)
+    arguments = {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 1.5}
+    settings = {"loss_type": "sapo", "importance_sampling_level": ratio_level, "args": arguments}
+    stand_in = trl_code.grpo_trainer(logps, **settings)
+    trl = trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, old_per_token_logps=OLD)
+    assert_same(losses.aggregate(per_token, MASK), trl, logps)
+
+
+def test_completions_far_from_the_sampler_are_left_out():
+    """TRL compares with the sampler's log-probs, as DeepSeek-V3.2 does."""
+    logps, sampled = policy_logps(), near(OLD, 5, spread=0.2)
+    kept = off_policy_mask(logps, sampled, ADVANTAGES, MASK, threshold=0.05)
+    assert 0 < (~kept[:, 0]).sum() < (ADVANTAGES < 0).sum()
+    per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK) * kept
+    stand_in = trl_code.grpo_trainer(logps, off_policy_mask_threshold=0.05)
+    behind = {"old_per_token_logps": OLD, "sampling_per_token_logps": sampled}
+    trl = trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, **behind)
+    assert_same(losses.aggregate(per_token, MASK), trl, logps)
+
+
 def test_kl_corrected_for_older_samples():
     logps = policy_logps()
     kl = losses.kl_estimate(logps, REF) * losses.probability_ratio(logps, OLD, MASK)
@@ -305,6 +334,30 @@ def test_leave_one_out_is_trls_rloo():
     torch.testing.assert_close(ours, trl, rtol=1e-5, atol=1e-6)
 
 
+def by_function(rewards: Tensor, weights: list[float]) -> dict:
+    """Settings of a TRL trainer with rewards (F, N, G) of F functions."""
+    return {
+        "_calculate_rewards": lambda *inputs: rewards.flatten(1).T,
+        "reward_weights": torch.tensor(weights),
+        "reward_funcs": [None] * len(rewards),
+        "reward_func_names": [str(i) for i in range(len(rewards))],
+        "multi_objective_aggregation": "normalize_then_sum",
+    }
+
+
+def test_gdpo():
+    """Three functions, one of which applies to no completion of the second prompt."""
+    rewards = torch.stack([REWARDS, REWARDS.flip(0).square(), REWARDS.roll(1, 1)])
+    weights = [1.0, 0.3, -0.5]
+    filled = rewards.clone()
+    rewards[2, 1], filled[2, 1] = torch.nan, 0.0
+    summed = objective_advantages(filled, weights)
+    ours = normalise_globally(summed, torch.ones_like(summed).bool(), lambda sums: sums)
+    trl = trl_code.advantages(REWARDS, **by_function(rewards, weights))
+    torch.testing.assert_close(ours, trl, rtol=1e-5, atol=1e-5)
+    assert (ours - summed).abs().max() > 0.1  # the batch counts
+
+
 def test_kl_in_the_reward_is_trls_rloo():
     """The sum of k1 over the completion, times beta, leaves the reward before the baseline does."""
     rewards = REWARDS[:3]
@@ -321,7 +374,9 @@ def test_kl_in_the_reward_is_trls_rloo():
 # ---- importance weights --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("correction", [c for c in SAMPLER_CORRECTIONS if c != "none"])
+@pytest.mark.parametrize(
+    "correction", [c for c in SAMPLER_CORRECTIONS if c not in ("none", "geometric_mask")]
+)
 def test_weights_of_another_sampler(correction: str):
     """Every token counts; TRL's weights of completions are (B, 1)."""
     sampled = near(REF, 4, spread=0.2)

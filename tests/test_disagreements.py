@@ -158,6 +158,17 @@ def test_sigmoid_has_label_smoothing():
     close(ours_of_the_pair(), [-math.log(probability)])
 
 
+def test_sigmoid_norm_has_label_smoothing():
+    """The same for log-probabilities divided by the lengths (Tülu 3, eq. 6): TRL ignores it."""
+    probability = 1 / (1 + math.exp(-BETA * (1.5 / 2 + 1.0)))
+    smoothed = -0.8 * math.log(probability) - 0.2 * math.log(1 - probability)
+    lengths = {"chosen_lengths": torch.tensor([2]), "rejected_lengths": torch.tensor([1])}
+    ours = ours_of_the_pair(loss_type="sigmoid_norm", label_smoothing=0.2, **lengths)
+    close(ours, [smoothed])
+    trl = trl_of_the_pair(loss_types=["sigmoid_norm"], label_smoothing=0.2)
+    close(trl, -math.log(probability))
+
+
 def test_the_sft_term_of_rpo_counts_every_pair_alike():
     """RPO adds -log pi(y_w|x) / |y_w| to the loss of a pair (Pang et al. 2024, eq. 1).
 

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from common import losses
 from common.advantages import group_advantages, normalise_globally
-from common.grpo.sampler_correction import SAMPLER_CORRECTIONS, sampler_weights
+from common.grpo.sampler_correction import (
+    SAMPLER_CORRECTIONS,
+    off_policy_mask,
+    sampler_drift,
+    sampler_weights,
+)
 
 LN2 = math.log(2)
 SOFTPLUS_MINUS_1 = 0.31326168751822286  # -log sigma(1)
@@ -95,6 +100,11 @@ WORKED = [
     (
         {"loss_type": "sigmoid", "label_smoothing": 0.1},
         [0.9 * SOFTPLUS_MINUS_1 + 0.1 * SOFTPLUS_1, 0.9 * SOFTPLUS_1 + 0.1 * SOFTPLUS_MINUS_1],
+    ),
+    # beta times the 0.75 and -0.75 per token: 0.375 and -0.375
+    (
+        {"loss_type": "sigmoid_norm", **LENGTHS},
+        [math.log(1 + math.exp(-0.375)), math.log(1 + math.exp(0.375))],
     ),
     (
         {"loss_type": "robust", "label_smoothing": 0.1},
@@ -353,6 +363,7 @@ def test_sampler_weights_by_hand():
         "token_mask": [[0.0, 1.0, 0.0], [2.0, 1.0]],
         "sequence_truncate": [[0.5] * 3, [2.0] * 2],
         "sequence_mask": [[0.5] * 3, [2.0] * 2],
+        "geometric_mask": [[1.0] * 3, [1.0] * 2],  # means of 0.79 and 1.41
     }
     assert set(expected) == set(SAMPLER_CORRECTIONS)
     for correction, rows in expected.items():
@@ -364,6 +375,41 @@ def test_sampler_weights_by_hand():
     close(sampler_weights(old, sampled, mask, **options)[:, 0], [0.5, 1.5])
     options["correction"] = "sequence_mask"
     close(sampler_weights(old, sampled, mask, **options)[:, 0], [0.0, 0.0])
+    close(sampler_weights(old, sampled, mask, floor=0.4, **options)[:, 0], [0.5, 0.0])
+    options["correction"] = "geometric_mask"
+    for cap, floor, kept in ((1.3, 0.0, [1, 0]), (1.5, 0.8, [0, 1]), (1.3, 0.8, [0, 0])):
+        options |= {"cap": cap, "floor": floor}
+        close(sampler_weights(old, sampled, mask, **options)[:, 0], kept)
+
+
+def test_a_negative_advantage_far_from_the_sampler_is_left_out():
+    # Mean gaps sampler - policy of 0.2, 0.2, 0.05 and, with what is masked, far above.
+    sampled = torch.full((4, 3), -1.0)
+    gaps = torch.tensor(
+        [[0.6, -0.2, 0.2], [0.2, 0.2, 0.2], [0.0, 0.1, 9.0], [0.05, 9.0, torch.nan]]
+    )
+    logps = (sampled - gaps).requires_grad_()
+    mask = torch.arange(3) < torch.tensor([3, 3, 2, 1])[:, None]
+    advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])
+    kept = off_policy_mask(logps, sampled, advantages, mask, threshold=0.1)
+    assert kept.tolist() == [[False] * 3, [True] * 3, [True] * 3, [True] * 3]
+    everything = off_policy_mask(logps, sampled, advantages, mask, threshold=0.21)
+    assert everything.all()
+    nearer = off_policy_mask(2 * sampled - logps, sampled, advantages, mask, threshold=0.1)
+    assert nearer.all()  # a policy that has come to prefer what was sampled is not far
+    of_tokens = torch.tensor([[-1.0, 0.0, 1.0]]).expand(4, 3)
+    kept = off_policy_mask(logps, sampled, of_tokens, mask, threshold=0.1)
+    assert kept.tolist() == [[False, True, True]] * 2 + [[True] * 3] * 2
+
+
+def test_drift_pulls_the_log_prob_back_to_that_of_the_sampler():
+    sampled = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
+    logps = torch.tensor([[-1.5, -2.0, -1.0]], requires_grad=True)
+    drift = sampler_drift(logps, sampled)
+    close(drift, [[0.25, 0.0, 4.0]])
+    drift.sum().backward()
+    close(logps.grad, [[-1.0, 0.0, 4.0]])
+    assert sampled.grad is None
 
 
 def test_importance_weights_make_the_sampler_s_mean_the_trainer_s():
@@ -393,13 +439,11 @@ def test_policy_gradient_at_ratio_one_is_reinforce():
         for old in (logps, logps.detach()):
             loss = losses.policy_loss(logps, old, advantages, mask, ratio_level=ratio_level)
             close(loss, -advantages[:, None] * mask)
-            cispo = losses.policy_loss(logps, old, advantages, mask, objective="cispo")
-            total = losses.aggregate(cispo, mask, aggregation="token")
-            (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
-            close(gradient, expected, 1e-10)
-            total = losses.aggregate(loss, mask, aggregation="token")
-            (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
-            close(gradient, expected, 1e-10)
+            for objective in losses.POLICY_OBJECTIVES:
+                values = losses.policy_loss(logps, old, advantages, mask, objective=objective)
+                total = losses.aggregate(values, mask, aggregation="token")
+                (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
+                close(gradient, expected, 1e-10)
 
 
 # ratio, advantage, options -> loss, d loss / d log pi (-ratio A where no bound is active)
@@ -496,6 +540,62 @@ def test_cispo_by_hand(ratio: float, advantage: float, loss: float, slope: float
     close(logps.grad, [[slope]])
     clipped = losses.clipped_tokens(*terms, objective="cispo")
     assert clipped.tolist() == [[ratio > 1.2]]
+
+
+# ratio, advantage -> loss, d loss / d log pi, with temperatures 1 and 2; sigma(ln 3) = 3/4, so that
+# f = 4/tau 3/4 and f' = 4 3/4 1/4 = 3/4 at tau (rho - 1) = ln 3; at rho = 1 they are 2/tau and 1.
+LN3 = math.log(3)
+SAPO = [
+    (1.0, 1.0, -2.0, -1.0),
+    (1.0, -3.0, 3.0, 3.0),
+    (1 + LN3, 2.0, -6.0, -2 * 0.75 * (1 + LN3)),
+    (1 + LN3 / 2, -2.0, 3.0, 2 * 0.75 * (1 + LN3 / 2)),
+    (1 - LN3 / 2, -2.0, 1.0, 2 * 0.75 * (1 - LN3 / 2)),
+    (1.7, 0.0, 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "slope"), SAPO)
+def test_sapo_by_hand(ratio: float, advantage: float, loss: float, slope: float):
+    old = torch.tensor([[-1.3]])
+    logps = (old + math.log(ratio)).requires_grad_()
+    terms = (logps, old, torch.tensor([advantage]), torch.ones(1, 1, dtype=torch.bool))
+    ours = losses.policy_loss(*terms, objective="sapo", temperatures=(1.0, 2.0))
+    close(ours, [[loss]])
+    ours.sum().backward()
+    close(logps.grad, [[slope]])
+    assert not losses.clipped_tokens(*terms, objective="sapo").any()
+
+
+# pi, mu, advantage, options -> weight of -A log pi. The bounds are on pi - mu, not on pi / mu.
+DPPO = [
+    (0.75, 0.5, 1.0, {}, 0.0),  # has risen by more than 0.2
+    (0.75, 0.5, -1.0, {}, 1.5),
+    (0.25, 0.5, -1.0, {}, 0.0),  # has fallen by more than 0.2
+    (0.25, 0.5, 1.0, {}, 0.5),
+    (0.75, 0.5, 1.0, {"epsilon_high": 0.3}, 1.5),
+    (0.25, 0.5, -1.0, {"epsilon_high": 0.3}, 0.0),
+    (0.25, 0.5, -1.0, {"epsilon_low": 0.3}, 0.5),
+    (0.1, 0.001, 1.0, {}, 100.0),  # a rare token, which every clip of the ratio stops
+    (0.1, 0.001, 1.0, {"delta": 20.0}, 20.0),
+    (0.1, 0.001, -1.0, {"delta": 20.0}, 20.0),
+    (0.75, 0.5, 1.0, {"delta": 20.0}, 0.0),
+]
+
+
+@pytest.mark.parametrize(("pi", "mu", "advantage", "options", "weight"), DPPO)
+def test_dppo_by_hand(pi: float, mu: float, advantage: float, options: dict, weight: float):
+    logps = torch.tensor([[math.log(pi), 0.0]], requires_grad=True)
+    old = torch.tensor([[math.log(mu), torch.nan]], requires_grad=True)
+    mask = torch.tensor([[True, False]])
+    terms = (logps, old, torch.tensor([advantage]), mask)
+    ours = losses.policy_loss(*terms, objective="dppo", **options)
+    close(ours, [[-advantage * weight * math.log(pi), 0.0]])
+    ours.sum().backward()
+    close(logps.grad, [[-advantage * weight, 0.0]])
+    assert old.grad is None
+    clipped = losses.clipped_tokens(*terms, objective="dppo", **options)
+    assert clipped.tolist() == [[weight != pytest.approx(pi / mu), False]]
 
 
 def test_clip_acts_on_the_ratio_of_each_level():
@@ -676,7 +776,7 @@ def test_unusable_options_are_refused_with_the_values_allowed():
         (lambda: losses.preference_loss(*pair, beta=0.1, label_smoothing=0.5), "0.5 but must lie"),
         (
             lambda: losses.preference_loss(*pair, beta=0.1, loss_type="ipo", label_smoothing=0.1),
-            "0.1 but must .* be 0 but with sigmoid, robust, simpo, not ipo",
+            "0.1 but must .* be 0 but with sigmoid, sigmoid_norm, robust, simpo, not ipo",
         ),
         (lambda: losses.kl_estimate(logps, logps, estimator="k4"), "'k4'.*k1, k2, k3"),
         (
@@ -693,7 +793,7 @@ def test_unusable_options_are_refused_with_the_values_allowed():
         ),
         (
             lambda: losses.policy_loss(logps, logps, logps, mask, objective="ppo"),
-            "'ppo'.*clip, cispo",
+            "'ppo'.*clip, cispo, sapo, dppo",
         ),
         (
             lambda: sampler_weights(logps, logps, mask, correction="tis", cap=2.0),
@@ -706,7 +806,7 @@ def test_unusable_options_are_refused_with_the_values_allowed():
             call()
 
 
-@pytest.mark.parametrize("loss_type", ["ipo_mean", "simpo"])
+@pytest.mark.parametrize("loss_type", losses.PER_TOKEN_LOSSES)
 def test_losses_per_token_need_lengths(loss_type: str):
     with pytest.raises(AssertionError, match="lengths"):
         losses.preference_loss(*LOGPS, beta=0.5, loss_type=loss_type)

@@ -177,6 +177,7 @@ def grpo_trainer(token_logps: Tensor, entropy: Tensor | None = None, **settings:
         "max_completion_length": token_logps.shape[1],
         "top_entropy_quantile": 1.0,
         "off_policy_mask_threshold": None,
+        "get_off_policy_mask": GRPOTrainer.get_off_policy_mask,
         "use_vllm": False,
         "_entropy_bonus_enabled": False,
         "use_adaptive_entropy": False,
@@ -195,7 +196,8 @@ def grpo_loss(
         stand_in: From `grpo_trainer`.
         advantages: (B,).
         completion_mask: (B, C) bool.
-        **inputs: `old_per_token_logps`, `ref_per_token_logps`, `num_items_in_batch`.
+        **inputs: `old_per_token_logps`, `ref_per_token_logps`, `sampling_per_token_logps`,
+            `num_items_in_batch`.
     """
     ids = torch.ones_like(completion_mask).long()
     usual = {

@@ -60,7 +60,16 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         "mean", "subtract the mean of the group, or of the other completions (RLOO)", BASELINES
     )
     scale_rewards: str = flag(
-        "group", "divide by the standard deviation of the group, of the batch, or by none", SCALES
+        "group",
+        "divide by the standard deviation of the group, of the batch, or by none; mean: by the "
+        "group's mean reward (MaxRL)",
+        SCALES,
+    )
+    multi_objective_aggregation: str = flag(
+        "sum_then_normalize",
+        "weighted rewards are summed, then normalised; normalize_then_sum: normalised one by one, "
+        "then summed with their weights, then normalised over the batch (GDPO)",
+        ["sum_then_normalize", "normalize_then_sum"],
     )
     normalize_globally: bool = flag(False, "normalise kept advantages again, over all ranks")
     zero_variance: str = flag(
@@ -88,13 +97,28 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     num_minibatches: int = flag(1, "updates in a pass, each on its share of the prompts", gt=0)
     policy_objective: str = flag(
         "clip",
-        "clip: no gradient outside of the bounds; cispo: a bounded weight",
+        "clip: no gradient outside of the bounds; cispo: a bounded weight; sapo: a soft gate; "
+        "dppo: no gradient where the probability has moved from the sampler's by more than bounds",
         POLICY_OBJECTIVES,
     )
     ratio_level: str = flag("token", "ratio of a token, or of the sequence (GSPO)", RATIO_LEVELS)
-    epsilon_low: float = flag(0.2, "the ratio is clipped below 1 - epsilon_low", ge=0)
-    epsilon_high: float = flag(0.2, "the ratio is clipped above 1 + epsilon_high", ge=0)
-    delta: float = flag(0.0, "bound on the ratio where the advantage is negative (0: none)", ge=0)
+    epsilon_low: float = flag(
+        0.2, "the ratio is clipped below 1 - epsilon_low; dppo: largest fall in probability", ge=0
+    )
+    epsilon_high: float = flag(
+        0.2, "the ratio is clipped above 1 + epsilon_high; dppo: largest rise in probability", ge=0
+    )
+    delta: float = flag(
+        0.0, "largest ratio: clip: where the advantage is negative; dppo: any (0: none)", ge=0
+    )
+    sapo_temperature_pos: float = flag(1.0, "of SAPO's gate, for positive advantages", gt=0)
+    sapo_temperature_neg: float = flag(1.05, "of SAPO's gate, for other advantages", gt=0)
+    off_policy_mask_threshold: float = flag(
+        0.0,
+        "completions with a negative advantage leave the policy term where the sampler's mean "
+        "log-prob is higher by more than this, nats per token (0: none do)",
+        ge=0,
+    )
     aggregation: str = flag(
         "grpo",
         "grpo: mean per completion, then over completions; token: over all tokens (DAPO); "
@@ -106,7 +130,11 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         "none", "weigh by trainer / sampler probability, truncated or masked", SAMPLER_CORRECTIONS
     )
     sampler_correction_cap: float = flag(
-        2.0, "largest weight; with a mask 1 / cap is the smallest", ge=1
+        2.0, "largest weight, of geometric_mask the largest mean", ge=1
+    )
+    sampler_correction_floor: float = flag(0.0, "smallest weight of a mask (0: 1 / cap)", ge=0)
+    sampler_drift_coef: float = flag(
+        0.0, "weight of the squared log-ratio of policy to sampler, which is added", ge=0
     )
 
     _reference: ClassVar = "tie to the reference"
@@ -141,6 +169,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
             why = "without --eval_pairs_dataset_name"
             raise self.refused("metric_for_best_model", f"another one {why}")
         refuse_rollouts(self)
+        refuse_objective(self)
         if self.beta > 0:
             refuse_reference(self)
             refuse_kl(self)
@@ -149,6 +178,16 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     def num_updates(self) -> int:
         """Optimiser steps per rollout."""
         return self.num_iterations * self.num_minibatches
+
+    @property
+    def is_multi_objective(self) -> bool:
+        """Whether each reward function is normalised by itself (GDPO)."""
+        return self.multi_objective_aggregation == "normalize_then_sum"
+
+    def objective_weights(self, num_objectives: int) -> list[float]:
+        """Weights of what is normalised: of the total, which has been weighted, 1."""
+        weights = self.reward_weights if self.is_multi_objective else []
+        return weights or [1.0] * num_objectives
 
     @property
     def has_exact_kl(self) -> bool:
@@ -165,13 +204,28 @@ def refuse_rollouts(config: GRPOConfig) -> None:
     if config.overlong_buffer >= config.max_completion_length:
         most = f"below --max_completion_length, {config.max_completion_length}"
         raise config.refused("overlong_buffer", most)
-    if config.delta and config.policy_objective != "clip":
-        raise config.refused("delta", "0 with --policy_objective cispo")
+    if config.num_minibatches > config.batch_size:
+        raise config.refused("num_minibatches", f"at most --batch_size, {config.batch_size}")
+
+
+def refuse_objective(config: GRPOConfig) -> None:
+    """Raise a UserError for flags that an objective does not go with."""
+    if config.delta and config.policy_objective in ("cispo", "sapo"):
+        raise config.refused("delta", f"0 with --policy_objective {config.policy_objective}")
     least = 1 + config.epsilon_high
     if 0 < config.delta <= least:
         raise config.refused("delta", f"0 or above 1 + epsilon_high, {least:g}")
-    if config.num_minibatches > config.batch_size:
-        raise config.refused("num_minibatches", f"at most --batch_size, {config.batch_size}")
+    is_weighted = config.sampler_correction not in ("none", "geometric_mask")
+    if config.policy_objective == "dppo" and is_weighted:
+        where = "with --policy_objective dppo, whose ratio is that to the sampler"
+        raise config.refused("sampler_correction", f"none or geometric_mask {where}")
+    is_negative = config.penalize_missing_eos and config.missing_eos_penalty < 0
+    if config.scale_rewards == "mean" and is_negative:
+        raise config.refused("missing_eos_penalty", "at least 0 with --scale_rewards mean")
+    if config.is_multi_objective and (config.overlong_buffer or config.kl_in == "reward"):
+        name, value = ("overlong_buffer", 0) if config.overlong_buffer else ("kl_in", "loss")
+        where = "with --multi_objective_aggregation normalize_then_sum: it is no objective"
+        raise config.refused(name, f"{value} {where}")
 
 
 def refuse_reference(config: GRPOConfig) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common import data, distributed
-from common.advantages import group_advantages, normalise_globally, step_advantages
+from common.advantages import normalise_globally, objective_advantages, step_advantages
 from common.forward import Policy, ReferenceStates
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates
@@ -198,7 +198,8 @@ def advantages(
     if groups.steps:
         return advantages_of_steps(selected, config)
     relative = partial(
-        group_advantages,
+        objective_advantages,
+        weights=config.objective_weights(len(selected.of_baseline)),
         scale=config.scale_rewards,
         baseline=config.advantage_baseline,  # of all or of the selected: `config.baseline`, below
         counted=selected.counted.any(1),
@@ -210,12 +211,11 @@ def advantages(
         gaps = selected.rollouts.token_logps - ref_logps.cpu()  # (N*G, C)
         of_completion = (gaps * selected.rollouts.mask).sum(1)  # (N*G,) nats
         kl = of_completion.view(selected.rewards.shape) * selected.counted  # (N, G)
-        values = relative(selected.rewards - config.beta * kl)
-    elif config.baseline == "kept":
-        values = relative(selected.rewards)
+        values = relative([selected.rewards - config.beta * kl])
     else:
-        values = relative(groups.rewards).gather(1, selected.indices)
-    if config.normalize_globally:
+        values = relative(selected.of_baseline)
+        values = values.gather(1, selected.indices) if config.baseline == "all" else values
+    if config.normalize_globally or config.is_multi_objective:
         values = normalise_globally(values, selected.counted, distributed.all_reduce_sum)
     return values
 

@@ -11,14 +11,14 @@ from common import distributed
 from common.advantages import (
     effective_sample_size,
     eos_penalty,
-    group_advantages,
     num_candidates_seen,
+    objective_advantages,
 )
 from common.data import Example
 from common.errors import EngineError
 from common.forward import Policy
 from common.grpo.config import GRPOConfig
-from common.grpo.rollouts import SelectedCandidates, rejection_options, reward
+from common.grpo.rollouts import SelectedCandidates, objectives, rejection_options, reward
 from common.record.metrics import Accumulator
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ def show_samples(
         return
     scored = reward(scorer, examples, rollouts, config, step, logger.total_steps)
     scale, baseline = config.scale_rewards, config.advantage_baseline
-    advantages = group_advantages(scored.total, scale=scale, baseline=baseline)  # (N, G)
+    has_stop = rollouts.has_stop.view(scored.total.shape)
+    of_group = objectives(scored.total, scored.by_function, has_stop, config)  # (F, N, G)
+    weights = config.objective_weights(len(of_group))
+    advantages = objective_advantages(of_group, weights, scale=scale, baseline=baseline)  # (N, G)
     by_function = {name: each.flatten().tolist() for name, each in scored.by_function.items()}
     columns: dict[str, list[Any]] = {
         "reward": scored.total.flatten().tolist(),

@@ -6,7 +6,7 @@ tensors about selected completions. A group is *flat* if all rewards that its ba
 are equal: its advantages are 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,7 @@ class SelectedCandidates:
     rollouts: "Rollouts"  # the N*G completions, by slot
     lengths: Tensor  # (N, G) int64, tokens
     rewards: Tensor  # (N, G), raw
+    of_baseline: Tensor  # (F, N, G) or with baseline all (F, N, K), objectives
     flat: Tensor  # (N,) bool, True = a flat group; False for filler
     counted: Tensor  # (N, G) bool, True = in the loss and in its denominators
 
@@ -104,10 +105,28 @@ def reward(
     return replace(scored, total=rewards, steps=steps)
 
 
+def objectives(
+    total: Tensor, by_function: Mapping[str, Tensor], has_stop: Tensor, config: GRPOConfig
+) -> Tensor:
+    """Rewards (F, N, K) that are normalised: the total (F = 1), or each function's (GDPO).
+
+    Each of GDPO's is the `missing_eos_penalty` without a stop token, and the mean of its group
+    where the function does not apply.
+    """
+    if not config.is_multi_objective:
+        return total[None]
+    rewards = torch.stack(list(by_function.values()))  # nan where one does not apply
+    stopped = has_stop | rewards.isnan()
+    rewards = apply_missing_eos_penalty(rewards, stopped, eos_penalty(config))
+    means = rewards.nanmean(dim=2, keepdim=True).nan_to_num(0.0)  # 0: it applies to none
+    return torch.where(rewards.isnan(), means, rewards)
+
+
 def refuse_with_steps(config: GRPOConfig) -> None:
     """Raise a UserError for flags that mean nothing where functions reward steps."""
     plain = {
         "scale_rewards": "group",
+        "multi_objective_aggregation": "sum_then_normalize",
         "advantage_baseline": "mean",
         "normalize_globally": False,
         "kl_in": "loss",
@@ -159,8 +178,12 @@ def select_rows(groups: Groups, indices: Tensor, config: GRPOConfig) -> Selected
     num_prompts, num_candidates = groups.rewards.shape
     candidates = (torch.arange(num_prompts)[:, None] * num_candidates + indices).flatten()
     rollouts, rewards = groups.rollouts[candidates], groups.rewards.gather(1, indices)
-    of_baseline = groups.rewards if config.baseline == "all" else rewards
-    flat = (of_baseline == of_baseline[:, :1]).all(1) & groups.real
+    of_baseline = objectives(groups.rewards, groups.by_function, groups.has_stop, config)
+    if config.baseline == "kept":
+        of_baseline = of_baseline.gather(2, indices.expand(len(of_baseline), -1, -1))
+    weights = torch.tensor(config.objective_weights(len(of_baseline)))[:, None, None]
+    weighted = of_baseline * weights  # a function of weight 0 teaches nothing
+    flat = (weighted == weighted[..., :1]).all(2).all(0) & groups.real
     counted = groups.real[:, None].expand_as(indices)
     if config.zero_variance != "keep":
         counted = counted & ~flat[:, None]
@@ -168,7 +191,7 @@ def select_rows(groups: Groups, indices: Tensor, config: GRPOConfig) -> Selected
         counted = counted & groups.has_stop.gather(1, indices)
     lengths = rollouts.lengths.view(indices.shape)
     return SelectedCandidates(
-        groups, indices, candidates, rollouts, lengths, rewards, flat, counted
+        groups, indices, candidates, rollouts, lengths, rewards, of_baseline, flat, counted
     )
 
 

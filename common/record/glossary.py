@@ -20,8 +20,8 @@ METRICS = (
     # GRPO
     *("reward", "reward_std", "reward/<function>", "logged/<name>", "kept_reward"),
     *("advantage_mean_kept", "effective_sample_size", "candidates_seen"),
-    *("zero_variance_fraction", "replaced_groups", "kl", "clip_fraction", "sampler_kl"),
-    *("sampler_weight_share", "completion_length", "stop_rate"),
+    *("zero_variance_fraction", "replaced_groups", "kl", "clip_fraction", "off_policy_fraction"),
+    *("sampler_kl", "sampler_weight_share", "completion_length", "stop_rate"),
     *("eval_reward", "eval_reward/<function>", "eval_kl", "eval_completion_length"),
     *("eval_stop_rate", "eval_<name>_low", "eval_<name>_high"),
 )

@@ -9,6 +9,7 @@
 - A run whose reference moves is resumed to the bit.
 """
 
+import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -311,6 +312,57 @@ def test_a_group_is_flat_if_all_rewards_of_its_baseline_are_equal(baseline, expe
     assert kept.flat.tolist() == expected
 
 
+def standardised(values: list[float]) -> list[float]:
+    mean, std = statistics.mean(values), statistics.stdev(values)
+    return [(value - mean) / (std + EPSILON) for value in values]
+
+
+@pytest.mark.parametrize("baseline", ["all", "kept"])
+def test_each_reward_is_normalised_in_its_group_and_their_sum_over_the_batch(baseline: str):
+    """GDPO: the first group's rewards have equal sums and teach something, the last one nothing.
+
+    The third candidate of the first group did not stop: each of its rewards is the penalty.
+    """
+    first = [[0.0, 1.0, 9.0, 3.0], [2.0, 0.0, 1.0, 0.0], [4.0] * 4]
+    second = [[3.0, 2.0, 9.0, 0.0], [0.0, 0.0, 5.0, 1.0], [1.0] * 4]
+    by_function = {"a": torch.tensor(first), "b": torch.tensor(second)}
+    groups = new_groups([[3.0] * 4, [2.0, 0.0, 6.0, 1.0], [5.0] * 4], by_function=by_function)
+    groups.rollouts.has_stop[2] = False
+    first[0][2] = second[0][2] = -1.0
+    flags = {
+        "multi_objective_aggregation": "normalize_then_sum",
+        "reward_funcs": ["gold", "length"],
+    }
+    flags |= {"reward_weights": [1.0, 0.25], "zero_variance": "drop", "num_generations": 2}
+    config = new_config(**flags, num_candidates=4, baseline=baseline)
+    kept = torch.tensor([[0, 3], [2, 1], [0, 1]])
+    selected = rollouts.select_rows(groups, kept, config)
+    assert selected.flat.tolist() == [False, False, True]
+    sums = []
+    for n in (0, 1):
+        chosen = kept[n].tolist()
+        of_group = [
+            [f[n][i] for i in chosen] if baseline == "kept" else f[n] for f in (first, second)
+        ]
+        a, b = map(standardised, of_group)
+        total = [x + 0.25 * y for x, y in zip(a, b, strict=True)]
+        sums += total if baseline == "kept" else [total[i] for i in chosen]
+    expected = [*standardised(sums), 0.0, 0.0]
+    ours = minibatches.advantages(selected, None, config)
+    torch.testing.assert_close(ours.flatten(), torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_a_reward_that_does_not_apply_adds_nothing():
+    config = new_config(multi_objective_aggregation="normalize_then_sum")
+    by_function = {"a": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.full((1, 3), torch.nan)}
+    stopped = torch.tensor([[True, True, False]])
+    both = rollouts.objectives(torch.zeros(1, 3), by_function, stopped, config)
+    assert both.tolist() == [[[1.0, 2.0, -1.0]], [[0.0, 0.0, 0.0]]]
+    by_function["b"] = torch.tensor([[torch.nan, 4.0, torch.nan]])
+    both = rollouts.objectives(torch.zeros(1, 3), by_function, stopped, config)
+    assert both[1].tolist() == [[4.0, 4.0, 4.0]]
+
+
 def fake_draw(flat_rows: set[int], drawn: list[int]) -> Any:
     """Groups whose rewards are equal in the rows named, and else the row number and 0."""
 
@@ -394,7 +446,12 @@ def test_step_rewards_reach_the_tokens_of_the_kept(baseline):
 
 @pytest.mark.parametrize(
     "flags",
-    [{"scale_rewards": "none"}, {"normalize_globally": True}, {"zero_variance": "drop"}],
+    [
+        {"scale_rewards": "none"},
+        {"normalize_globally": True},
+        {"zero_variance": "drop"},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+    ],
     ids=str,
 )
 def test_step_rewards_refuse_what_means_nothing_to_them(flags):
@@ -443,6 +500,57 @@ def test_the_first_update_is_not_clipped_where_the_sampler_drifted():
         train_grpo.grpo_loss(policy, batch, config, watch, is_new=True).backward()
     torch.testing.assert_close(flat_gradient(policy), expected)
     assert watch.metrics.reduce()["clip_fraction"] == 0
+
+
+# Loss of a token by log pi, the sampler's, the completion's advantage and mean of their difference
+BESIDE_THE_SAMPLER: list[tuple[dict[str, Any], Any]] = [
+    (
+        {"policy_objective": "dppo", "epsilon_low": 1.0, "epsilon_high": 1.0, "delta": 2.5},
+        lambda pi, mu, a, gap: -a * (pi - mu).exp().clamp(max=2.5).detach() * pi,
+    ),
+    ({"sampler_drift_coef": 0.3}, lambda pi, mu, a, gap: -a * pi + 0.3 * (pi - mu) ** 2),
+    (
+        {"off_policy_mask_threshold": 0.7},
+        lambda pi, mu, a, gap: -a * pi * bool(a > 0 or gap <= 0.7),
+    ),
+    (
+        {"sampler_correction": "geometric_mask", "sampler_correction_floor": 0.7},
+        lambda pi, mu, a, gap: -a * pi * bool(math.log(0.7) <= -gap <= math.log(2)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "term"), BESIDE_THE_SAMPLER, ids=lambda value: str(value)[:25])
+def test_the_sampler_counts_where_an_objective_names_it(flags: dict[str, Any], term: Any):
+    """The sampler preferred by half a nat or a nat what has a negative advantage, and not the rest.
+
+    The gradient of the loop's loss is that of the formula, written out here token by token.
+    """
+    policy, groups = Policy(tiny.causal_lm("gpt2")), new_groups(REWARDS)
+    config = new_config(beta=0.0, aggregation="constant", **flags)
+    watch = StepMonitor(Accumulator("cpu"), config)
+    micro_batches = []
+    for batch in prepared(groups, config)[0]:
+        shift = -batch.advantages.sign() * torch.where(batch.batch.slots % 2 == 0, 0.5, 1.0)
+        with torch.no_grad():
+            sampled = policy(batch.batch).token_logps + shift[:, None]
+        micro_batches.append(replace(batch, sampled_logps=sampled * batch.batch.completion_mask))
+    policy.zero_grad()
+    for batch in micro_batches:
+        logps, mask = policy(batch.batch).token_logps, batch.batch.completion_mask
+        total = 0.0 * logps.sum()
+        for pi, mu, a, m in zip(logps, batch.sampled_logps, batch.advantages, mask, strict=True):
+            gap = float((mu[m] - pi[m]).detach().mean())
+            total = total + term(pi[m], mu[m], a, gap).sum() / (12 * 8)
+        total.backward()
+    expected = flat_gradient(policy)
+    policy.zero_grad()
+    for batch in micro_batches:
+        train_grpo.grpo_loss(policy, batch, config, watch, is_new=True).backward()
+    ours = flat_gradient(policy)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5 * float(expected.norm()))
+    plain = gradient(policy, groups, config)
+    assert (plain - expected).norm() > 0.05 * plain.norm()
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -613,6 +721,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cispo in minibatches": OFF_POLICY
     | {"policy_objective": "cispo", "epsilon_high": 0.01, "num_minibatches": 2}
     | {"aggregation": "prompt", "advantage_baseline": "leave_one_out"},
+    "sapo": OFF_POLICY
+    | {"policy_objective": "sapo", "sampler_drift_coef": 0.1, "off_policy_mask_threshold": 1e-3},
+    "dppo, two rewards": OFF_POLICY
+    | {"policy_objective": "dppo", "epsilon_low": 1e-3, "epsilon_high": 1e-3}
+    | {"reward_funcs": ["gold", "length"], "zero_variance": "drop", "num_candidates": 4}
+    | {"reward_weights": [1.0, 0.5], "multi_objective_aggregation": "normalize_then_sum"},
+    "mean": {"scale_rewards": "mean", "missing_eos_penalty": 0.0}
+    | {"sampler_correction": "geometric_mask", "sampler_correction_cap": 1.01},
     "k1 with its ratio": OFF_POLICY | {"kl_estimator": "k1", "kl_correction": True},
     "exact KL": {"kl_estimator": "full", "entropy_coef": 0.05},
     "exact KL, bfloat16": {"kl_estimator": "full", "entropy_coef": 0.05, "bf16": True}
@@ -683,14 +799,16 @@ def test_what_the_variants_record(base: Path, heard: list[str]):
     assert len({tuple(values) for values in norms.values()}) == len(VARIANTS)
     assert runs["default"][0]["kl"] == pytest.approx(0, abs=1e-6)
     assert all(line["clip_fraction"] == 0 for line in runs["default"])
-    for name in ("sequence ratio", "cispo in minibatches"):
+    for name in ("sequence ratio", "cispo in minibatches", "dppo, two rewards"):
         assert any(line["clip_fraction"] > 0 for line in runs[name])
+    assert all(line["clip_fraction"] == 0 for line in runs["sapo"])
+    assert any(0 < line["off_policy_fraction"] < 1 for line in runs["sapo"])
     assert any(line["replaced_groups"] > 0 for line in runs["resample"])
     assert all(3 <= line["candidates_seen"] <= 5 for line in runs["sampler weights"])
     assert all(line["candidates_seen"] == 5 for line in runs["moving reference"])
     for name in ("default", "moving reference"):  # all are kept, and not
         assert {"kept_reward" in line for line in runs[name]} == {name != "default"}
-    for line in runs["sampler weights"]:  # sampler and trainer agree
+    for line in runs["sampler weights"] + runs["mean"]:  # sampler and trainer agree
         assert line["sampler_weight_share"] == pytest.approx(1, abs=1e-4)
     # Advantages sum to 0 in a group, and at first the KL is 0: what is left is the bonus.
     first = runs["exact KL"][0]
@@ -718,6 +836,8 @@ def test_sampler_weights_multiply_the_policy_term(base: Path):
     flags: dict[str, Any] = {
         "sampler_correction": "token_mask",
         "sampler_correction_cap": 1.7,
+        "sampler_correction_floor": 0.2,
+        "sapo_temperature_pos": 0.7,
         "ratio_level": "sequence",
         "epsilon_low": 0.1,
         "epsilon_high": 0.3,
@@ -733,11 +853,12 @@ def test_sampler_weights_multiply_the_policy_term(base: Path):
     ):
         (line,) = run_here(base, "weightless", **flags)
     assert line["grad_norm"] == line["loss"] == 0
-    assert zeros.call_args.kwargs == {"correction": "token_mask", "cap": 1.7}
+    assert zeros.call_args.kwargs == {"correction": "token_mask", "cap": 1.7, "floor": 0.2}
     options = {
         name: flags[name] for name in ("ratio_level", "epsilon_low", "epsilon_high", "delta")
     }
-    assert objective.call_args.kwargs == {"objective": "clip", **options}
+    options |= {"objective": "clip", "temperatures": (0.7, 1.05)}
+    assert objective.call_args.kwargs == options
 
 
 def test_minibatches_of_a_single_pass_are_weighed_against_the_policy_that_sampled(base: Path):
@@ -819,7 +940,21 @@ def test_a_reference_that_was_just_replaced_is_the_policy(base: Path, kind: dict
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"delta": 1.1}, ["--delta is 1.1", "above 1 + epsilon_high, 1.2"]),
     ({"delta": 2.0, "policy_objective": "cispo"}, ["--delta is 2.0", "must be 0"]),
+    ({"delta": 2.0, "policy_objective": "sapo"}, ["--delta is 2.0", "must be 0"]),
     ({"policy_objective": "ppo"}, ["'ppo'", "clip", "cispo"]),
+    (
+        {"policy_objective": "dppo", "sampler_correction": "token_mask"},
+        ["--sampler_correction is token_mask", "none or geometric_mask", "to the sampler"],
+    ),
+    ({"scale_rewards": "mean"}, ["--missing_eos_penalty is -1", "at least 0"]),
+    (
+        {"multi_objective_aggregation": "normalize_then_sum", "overlong_buffer": 2},
+        ["--overlong_buffer is 2", "must be 0"],
+    ),
+    (
+        {"multi_objective_aggregation": "normalize_then_sum", "kl_in": "reward", "beta": 0.0},
+        ["--kl_in is reward", "must be loss"],
+    ),
     ({"num_minibatches": 65}, ["--num_minibatches is 65", "--batch_size, 64"]),
     ({"kl_estimator": "k1"}, ["--kl_estimator is k1", "gradient is 0", "--kl_in reward"]),
     ({"kl_estimator": "full", "kl_correction": True}, ["--kl_correction is true", "false"]),

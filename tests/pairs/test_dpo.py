@@ -67,7 +67,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "ref_model_name_or_path": "OTHER",
     },
     "per_token": {
-        "loss_type": ["ipo_mean", "simpo"],
+        "loss_type": ["ipo_mean", "simpo", "sigmoid_norm"],
         "gamma": 0.5,
         "beta": 2.0,
         "ref_model_name_or_path": "OTHER",
@@ -269,7 +269,7 @@ def simpo(pair: Pair) -> float:
 def per_token(pair: Pair) -> float:
     reference = mean(pair.ref_chosen) - mean(pair.ref_rejected)
     d = mean(pair.chosen) - mean(pair.rejected) - reference
-    return (d - 1 / (2 * 2.0)) ** 2 + simpo(pair)
+    return (d - 1 / (2 * 2.0)) ** 2 + simpo(pair) + softplus(-2.0 * d)
 
 
 def without_reference(pair: Pair) -> float:

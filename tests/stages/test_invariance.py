@@ -29,7 +29,7 @@ from common.rewards.models import RewardModelFunction
 from common.sampling.decode import draw_token, inverse_cdf
 
 SHORT, LONG = 5, 50  # steps
-TASKS = ("sft", "reward", "dpo", "grpo", "grpo_global")
+TASKS = ("sft", "reward", "dpo", "grpo", "grpo_global", "grpo_masked")
 LONG_TASKS = TASKS[:4]
 
 # 19 rows in batches of 8 leave 3 for the third step, 5 filler rows, and on 4 ranks nothing for the
@@ -68,6 +68,16 @@ FLAGS: dict[str, dict[str, Any]] = {
         "baseline": "kept",
         "rejection_method": "gumbel",
         "num_iterations": 1,
+    },
+    "grpo_masked": GRPO
+    | {
+        "policy_objective": "dppo",
+        "epsilon_low": 1e-3,
+        "epsilon_high": 1e-3,
+        "off_policy_mask_threshold": 1e-3,
+        "sampler_correction": "geometric_mask",
+        "sampler_drift_coef": 0.1,
+        "multi_objective_aggregation": "normalize_then_sum",
     },
 }
 
