@@ -8,6 +8,7 @@ over all completions, all groups of G of them, all pairs. Nothing is sampled, so
 end of training is the objective's own. Losses and advantages are those of `common`.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.advantages import group_advantages
+from common.advantages import EPSILON, objective_advantages
+from common.grpo.sampler_correction import off_policy_mask, sampler_drift, sampler_weights
 from common.losses import (
     aggregate,
     kl_estimate,
@@ -89,8 +91,14 @@ def grpo(
     baseline: str = "leave_one_out",
     kl: str = "k2",
     aggregation: str = "constant",
+    objective: str = "clip",
+    sampler_temperature: float = 1.0,
+    correction: str = "none",
+    off_policy: float = math.inf,
+    drift: float = 0.0,
+    gdpo: bool = False,
 ) -> Tensor:
-    """GRPO over all groups of completions drawn from the policy, one update per rollout.
+    """GRPO over all groups of completions drawn from the sampler, one update per rollout.
 
     Args:
         problem: What is optimised.
@@ -102,21 +110,35 @@ def grpo(
             `k3 x ratio`: k3 times pi / sg(pi), whose value is k3. `reward`: beta times the sum of
             k1 over a completion leaves its reward.
         aggregation: See `aggregate`; `constant` here is the sum over a completion's tokens.
+        objective: See `policy_loss`.
+        sampler_temperature: The sampler is the policy at this temperature: another one but for 1.
+        correction: See `sampler_weights`; the cap is 2.
+        off_policy: Threshold of the `off_policy_mask`.
+        drift: Weight of the `sampler_drift`.
+        gdpo: The reward is the sum of two, which are normalised one by one, and then their sum.
     """
     token_logps, ref = problem.token_logps(logits), problem.token_logps(problem.ref_logits)
-    sampled = token_logps.detach()
+    sampled = problem.token_logps(logits.detach() / sampler_temperature)
     probabilities = masked_sum(sampled, problem.mask, dim=1).exp()  # (Y,)
     rewards = problem.rewards
     if kl == "reward":
         rewards = rewards - BETA * kl_estimate(sampled, ref, estimator="k1").sum(dim=1)
-    advantages = expected_advantages(rewards, probabilities, scale, baseline)  # (Y,)
-    per_token = policy_loss(token_logps, token_logps, advantages, problem.mask)  # (Y, C)
+    advantages = expected_advantages(rewards, probabilities, scale, baseline, gdpo=gdpo)  # (Y,)
+    old = sampled if objective == "dppo" else token_logps
+    per_token = policy_loss(token_logps, old, advantages, problem.mask, objective=objective)
+    weights = sampler_weights(
+        token_logps, sampled, problem.mask, correction=correction, cap=2.0
+    )  # (Y, C)
+    per_token = per_token * weights
+    kept = off_policy_mask(token_logps, sampled, advantages, problem.mask, threshold=off_policy)
+    per_token = per_token * kept
+    per_token = per_token + drift * sampler_drift(token_logps, sampled)
     if kl == "full":
         logps, ref_logps = logits.log_softmax(-1), problem.ref_logits.log_softmax(-1)
         exact = (logps.exp() * (logps - ref_logps)).sum(-1)  # (S,)
         per_token = per_token + BETA * exact[problem.contexts]
     elif kl == "k3 x ratio":
-        ratio = (token_logps - sampled).exp()
+        ratio = (token_logps - token_logps.detach()).exp()
         per_token = per_token + BETA * ratio * kl_estimate(token_logps, ref, estimator="k3")
     elif kl != "reward":
         per_token = per_token + BETA * kl_estimate(token_logps, ref, estimator=kl)
@@ -126,14 +148,26 @@ def grpo(
 
 
 def expected_advantages(
-    rewards: Tensor, probabilities: Tensor, scale: str, baseline: str
+    rewards: Tensor, probabilities: Tensor, scale: str, baseline: str, *, gdpo: bool = False
 ) -> Tensor:
-    """Mean advantage (Y,) of each completion over all groups of `NUM_GENERATIONS` that hold it."""
+    """Mean advantage (Y,) of each completion over all groups of `NUM_GENERATIONS` that hold it.
+
+    GDPO's two rewards are 0.5 where the reward is above 0.5, and the rest.
+    """
     num_completions = len(rewards)
     members = [torch.arange(num_completions)] * NUM_GENERATIONS
     groups = torch.cartesian_prod(*members)  # (Y^G, G)
-    advantages = group_advantages(rewards[groups], scale=scale, baseline=baseline)[:, 0]
+    objectives = [rewards]
+    if gdpo:
+        is_high = 0.5 * (rewards > 0.5)
+        objectives = [is_high, rewards - is_high]
+    in_groups = [objective[groups] for objective in objectives]
+    weights = [1.0] * len(objectives)
+    advantages = objective_advantages(in_groups, weights, scale=scale, baseline=baseline)[:, 0]
     others = probabilities[groups[:, 1:]].prod(dim=1)  # chance of the rest, given the first
+    if gdpo:  # the mean over the batch is 0, as it is in every group
+        squares = advantages.double() ** 2 * others * probabilities[groups[:, 0]]
+        others = others / (squares.sum().sqrt() + EPSILON)
     return (advantages.double() * others).view(num_completions, -1).sum(dim=1)
 
 
@@ -195,10 +229,26 @@ GRPO: dict[str, Objective] = {
         grpo, kl="k3", baseline="mean", scale="group", aggregation="grpo"
     ),
 }
+HOT: dict[str, Any] = {"kl": "full", "sampler_temperature": 1.25}
+FURTHER: dict[str, Objective] = {
+    "`sapo`, KL in the reward": partial(grpo, kl="reward", objective="sapo"),
+    "`dppo`, KL in the reward": partial(grpo, kl="reward", objective="dppo"),
+    "drift to the sampler, KL in the reward": partial(grpo, kl="reward", drift=0.5),
+    "MaxRL, `full` in the loss": partial(grpo, kl="full", baseline="mean", scale="mean"),
+    "GDPO, `full` in the loss": partial(grpo, kl="full", baseline="mean", scale="group", gdpo=True),
+    "sampler at temperature 1.25, `full` in the loss": partial(grpo, **HOT),
+    "the same, `token_truncate`": partial(grpo, **HOT, correction="token_truncate"),
+    "the same, `sequence_truncate`": partial(grpo, **HOT, correction="sequence_truncate"),
+    "the same, `geometric_mask`": partial(grpo, **HOT, correction="geometric_mask"),
+    "the same, `dppo`": partial(grpo, **HOT, objective="dppo"),
+    "the same, off-policy mask of 0.1": partial(grpo, **HOT, off_policy=0.1),
+    "the same, drift of 0.5": partial(grpo, **HOT, drift=0.5),
+}
 PREFERENCE: dict[str, Objective] = {
     "DPO, pairs from the policy": preference,
     "DPO, pairs from the reference": partial(preference, on_policy=False),
     "DPO, a tenth of the labels flipped": partial(preference, flipped=0.1),
+    "`sigmoid_norm`": partial(preference, loss_type="sigmoid_norm", per_token=True),
     "`robust`, a tenth of the labels flipped": partial(
         preference, flipped=0.1, loss_type="robust", label_smoothing=0.1
     ),
@@ -250,7 +300,7 @@ def table(objectives: dict[str, Objective], problems: Iterable[Problem]) -> str:
 
 
 def main() -> None:
-    """Print where the reference stands, then both families."""
+    """Print where the reference stands, then all families."""
     problems = (one_token(), two_tokens())
     distances = []
     for problem in problems:
@@ -258,7 +308,8 @@ def main() -> None:
         distances += [total_variation(reference, best), kl_divergence(reference, best)]
     print(f"beta {BETA}, groups of {NUM_GENERATIONS}, {STEPS} steps of Adam.")
     print("The reference is this far from the optimum:", *(f"{d:.4f}" for d in distances))
-    print(f"\n{table(GRPO, problems)}\n\n{table(PREFERENCE, problems)}")
+    for objectives in (GRPO, FURTHER, PREFERENCE):
+        print(f"\n{table(objectives, problems)}")
 
 
 if __name__ == "__main__":

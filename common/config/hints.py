@@ -56,9 +56,9 @@ TRL = {
         *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     ),
     ("sampler_correction_cap",): (
-        *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
-        "vllm_importance_sampling_cap",
+        *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
     ),
+    ("sampler_correction_floor",): ("vllm_importance_sampling_clip_min",),
 }
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from common.advantages import group_advantages
 from experiments import optimum
-from experiments.optimum import BETA, GRPO, NUM_GENERATIONS, PREFERENCE, Problem
+from experiments.optimum import BETA, FURTHER, GRPO, NUM_GENERATIONS, PREFERENCE, Problem
 
 PROBLEMS = {"one token": optimum.one_token(), "two tokens": optimum.two_tokens()}
-OBJECTIVES = GRPO | PREFERENCE
+OBJECTIVES = GRPO | FURTHER | PREFERENCE
 REACHED = 1e-4
 
 
@@ -84,6 +84,10 @@ def test_expected_advantages_are_those_of_sampled_groups(name: str):
         "KL in the reward, group mean",
         "KL in the reward, group mean and std",
         "KL in the reward, leave-one-out, mean per completion",
+        # There the policy stands still, so that pi, old and sampler are one: no ratio, no drift.
+        "`sapo`, KL in the reward",
+        "`dppo`, KL in the reward",
+        "drift to the sampler, KL in the reward",
         "DPO, pairs from the policy",
         "DPO, pairs from the reference",
         "`robust`, a tenth of the labels flipped",
@@ -91,6 +95,15 @@ def test_expected_advantages_are_those_of_sampled_groups(name: str):
 )
 def test_reaches_the_optimum(objective: str, problem: str):
     assert distance(objective, problem, optimum.optimum(PROBLEMS[problem])) < REACHED
+
+
+@pytest.mark.parametrize("corrected", ["`token_truncate`", "`sequence_truncate`", "`dppo`"])
+def test_weighed_by_policy_over_sampler_another_sampler_changes_nothing(corrected: str):
+    """The sampler is hotter than the policy; without weights, its probabilities bend the end."""
+    best = optimum.optimum(PROBLEMS["one token"])
+    assert distance(f"the same, {corrected}", "one token", best) < REACHED
+    plain = "sampler at temperature 1.25, `full` in the loss"
+    assert distance(plain, "one token", best) > 0.02
 
 
 KL_PER_TOKEN = [
@@ -194,6 +207,43 @@ def test_simpo_ends_at_the_optimum_of_a_uniform_reference():
     assert distance("`simpo`", "one token", expected) < REACHED
 
 
+def test_sigmoid_norm_makes_the_log_ratio_grow_with_the_length():
+    """Its fit is exact where beta / |y| log(pi / ref) = r + c: at ref exp(|y| (r + c) / beta).
+
+    c makes the probabilities sum to 1, and is found by bisection.
+    """
+    problem = PROBLEMS["two tokens"]
+    ref, lengths = problem.logps(problem.ref_logits), problem.mask.sum(1)
+    low, high = -2.0, 2.0
+    for _ in range(100):
+        shift = (low + high) / 2
+        policy = (ref + lengths * (problem.rewards + shift) / BETA).exp()
+        low, high = (low, shift) if policy.sum() > 1 else (shift, high)
+    assert distance("`sigmoid_norm`", "two tokens", policy) < REACHED
+    assert distance("`sigmoid_norm`", "one token", optimum.optimum(PROBLEMS["one token"])) < REACHED
+    assert optimum.total_variation(policy, optimum.optimum(problem)) > 0.2
+
+
+def test_maxrl_weighs_a_prompt_by_how_rarely_it_succeeds():
+    """Of rewards 0 and 1 with the chance p of a 1 it ends at ref exp(r w / beta) / Z.
+
+    w = (1 - (1 - p)^(G - 1)) / p, which is 1 / p, the slope of log p, in large groups; p is found
+    by bisection.
+    """
+    problem = PROBLEMS["one token"]._replace(
+        rewards=torch.tensor([0.0, 0, 1, 0, 1, 0, 0, 0]).double()
+    )
+    low, high = 1e-3, 1.0
+    for _ in range(100):
+        p = (low + high) / 2
+        weight = (1 - (1 - p) ** (NUM_GENERATIONS - 1)) / p
+        policy = optimum.optimum(problem, BETA / weight)
+        low, high = (p, high) if (policy * problem.rewards).sum() > p else (low, p)
+    reached = optimum.train(problem, FURTHER["MaxRL, `full` in the loss"])
+    assert optimum.total_variation(reached, policy) < REACHED
+    assert optimum.total_variation(reached, optimum.optimum(problem)) > 0.02
+
+
 # ---- who ends elsewhere, at least as far away as stated ------------------------------------------
 
 
@@ -203,6 +253,11 @@ def test_simpo_ends_at_the_optimum_of_a_uniform_reference():
         ("`k2` in the loss, group mean and std", "one token", 0.05),
         ("GRPO as published: `k3`, group mean and std, mean per completion", "one token", 0.05),
         ("DPO, a tenth of the labels flipped", "one token", 0.05),
+        ("MaxRL, `full` in the loss", "one token", 0.05),
+        ("GDPO, `full` in the loss", "one token", 0.5),
+        ("the same, `geometric_mask`", "one token", 0.02),
+        ("the same, off-policy mask of 0.1", "one token", 0.02),
+        ("the same, drift of 0.5", "one token", 0.05),
         ("`ipo_mean`", "two tokens", 0.1),
         ("`hinge`", "one token", 0.2),
         ("`simpo`", "two tokens", 0.3),
