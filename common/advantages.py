@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError
 from common.losses import check_choice
 from common.noise import derive_seed, hash_counters, uniform
 
@@ -58,8 +57,6 @@ def group_advantages(
         in_batch = rewards if counted is None else rewards[counted]
         advantages = advantages / (_global_moments(in_batch.double(), all_reduce)[1] + EPSILON)
     elif scale == "mean":
-        if (rewards < 0).any():
-            raise UserError(f"a reward is {rewards.min():g}; --scale_rewards mean needs 0 or more.")
         mean = rewards.double().mean(dim=1, keepdim=True)  # (N, 1)
         advantages = torch.where(mean > 0, advantages / mean, 0.0)
     return advantages.float()

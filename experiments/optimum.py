@@ -133,18 +133,24 @@ def grpo(
     kept = off_policy_mask(token_logps, sampled, advantages, problem.mask, threshold=off_policy)
     per_token = per_token * kept
     per_token = per_token + drift * sampler_drift(token_logps, sampled)
-    if kl == "full":
-        logps, ref_logps = logits.log_softmax(-1), problem.ref_logits.log_softmax(-1)
-        exact = (logps.exp() * (logps - ref_logps)).sum(-1)  # (S,)
-        per_token = per_token + BETA * exact[problem.contexts]
-    elif kl == "k3 x ratio":
-        ratio = (token_logps - token_logps.detach()).exp()
-        per_token = per_token + BETA * ratio * kl_estimate(token_logps, ref, estimator="k3")
-    elif kl != "reward":
-        per_token = per_token + BETA * kl_estimate(token_logps, ref, estimator=kl)
+    if kl != "reward":
+        per_token = per_token + BETA * kl_in_loss(problem, logits, kl)
     # A completion counts as often as it is drawn. One sequence of length 1: a sum, no mean.
     weighted = probabilities[:, None] * per_token
     return aggregate(weighted, problem.mask, aggregation=aggregation, num_sequences=1, max_length=1)
+
+
+def kl_in_loss(problem: Problem, logits: Tensor, kl: str) -> Tensor:
+    """The KL to the reference (Y, C) at every token, by the names that `grpo` lists."""
+    token_logps, ref = problem.token_logps(logits), problem.token_logps(problem.ref_logits)
+    if kl == "full":
+        logps, ref_logps = logits.log_softmax(-1), problem.ref_logits.log_softmax(-1)
+        exact = (logps.exp() * (logps - ref_logps)).sum(-1)  # (S,)
+        return exact[problem.contexts]
+    if kl == "k3 x ratio":
+        ratio = (token_logps - token_logps.detach()).exp()
+        return ratio * kl_estimate(token_logps, ref, estimator="k3")
+    return kl_estimate(token_logps, ref, estimator=kl)
 
 
 def expected_advantages(

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common import advantages
-from common.errors import UserError
 
 EPSILON = 1e-4
 
@@ -72,11 +71,6 @@ def test_scaled_by_the_mean_of_rewards_of_0_and_1_the_gradient_is_that_of_the_lo
         expected = sum((1 - p) ** (k - 1) for k in range(1, 4))
         assert slope.item() == pytest.approx(expected, rel=1e-6)
         assert slope.item() < 1 / p
-
-
-def test_negative_rewards_are_refused_where_the_mean_divides():
-    with pytest.raises(UserError, match="a reward is -0.5; --scale_rewards mean needs 0 or more"):
-        advantages.group_advantages(torch.tensor([[1.0, -0.5]]), scale="mean")
 
 
 def test_objectives_are_normalised_one_by_one_by_hand():

@@ -7,6 +7,7 @@ case moves to test_against_trl.py.
 """
 
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
 from common import losses
-from common.advantages import group_advantages
+from common.advantages import (
+    EPSILON,
+    group_advantages,
+    normalise_globally,
+    objective_advantages,
+)
 from common.forward import Policy, RewardModel
+from common.grpo import rollouts
+from common.grpo.config import GRPOConfig
 from common.model import load
 from common.padding import padded_batch
 from train_dpo import DPOConfig, pair_losses
@@ -282,3 +290,44 @@ def test_a_group_of_equal_rewards_has_no_advantage():
     assert trl.abs().min() > 0.05
     assert (trl.sign() == trl.sign()[0, 0]).all()
     assert (group_advantages(rewards) == 0).all()
+
+
+def test_a_reward_that_applies_to_part_of_a_group():
+    """GDPO normalises each reward in its group of G (Liu et al. 2026), and every one applies.
+
+    Where a function returns None for a completion, TRL takes mean and deviation over the others;
+    here it counts as their mean, so that the deviation is that of G rewards. Then the batch, here
+    one group, is normalised: the sum's deviation is 1 for both, and the shares of the two rewards
+    differ.
+    """
+    first, second = [0.0, 2.0, math.nan], [0.0, 1.0, 5.0]
+    rewards = torch.tensor([[first], [second]])
+
+    def normalised(deviation: float) -> Tensor:
+        second_std = statistics.stdev(second)
+        parts = zip((-1.0, 1.0, 0.0), (r - 2.0 for r in second), strict=True)
+        sums = [a / (deviation + EPSILON) + b / (second_std + EPSILON) for a, b in parts]
+        return torch.tensor([[x / (statistics.stdev(sums) + EPSILON) for x in sums]])
+
+    config = GRPOConfig(
+        output_dir="unused",
+        model_name_or_path="unused",
+        reward_funcs=["gold", "length"],
+        multi_objective_aggregation="normalize_then_sum",
+    )
+    by_function = {"first": rewards[0], "second": rewards[1]}
+    everything = torch.ones(1, 3, dtype=torch.bool)
+    objectives = rollouts.objectives(rewards[1], by_function, everything, config)
+    summed = objective_advantages(objectives, [1.0, 1.0])
+    ours = normalise_globally(summed, everything, lambda sums: sums)
+    close(ours, normalised(statistics.stdev([0.0, 1.0, 2.0])), 1e-4)
+    settings = {
+        "_calculate_rewards": lambda *inputs: rewards.flatten(1).T,
+        "reward_weights": torch.ones(2),
+        "reward_funcs": [None] * 2,
+        "reward_func_names": ["first", "second"],
+        "multi_objective_aggregation": "normalize_then_sum",
+    }
+    trl = trl_code.advantages(rewards[1], **settings)
+    close(trl, normalised(statistics.stdev([0.0, 2.0])), 1e-4)
+    assert (ours - trl).abs().max() > 0.05

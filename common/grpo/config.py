@@ -222,10 +222,15 @@ def refuse_objective(config: GRPOConfig) -> None:
     is_negative = config.penalize_missing_eos and config.missing_eos_penalty < 0
     if config.scale_rewards == "mean" and is_negative:
         raise config.refused("missing_eos_penalty", "at least 0 with --scale_rewards mean")
-    if config.is_multi_objective and (config.overlong_buffer or config.kl_in == "reward"):
-        name, value = ("overlong_buffer", 0) if config.overlong_buffer else ("kl_in", "loss")
+    where = ""
+    if config.scale_rewards == "mean":
+        where = "with --scale_rewards mean, which needs rewards of at least 0"
+    elif config.is_multi_objective:
         where = "with --multi_objective_aggregation normalize_then_sum: it is no objective"
-        raise config.refused(name, f"{value} {where}")
+    if where and config.overlong_buffer:
+        raise config.refused("overlong_buffer", f"0 {where}")
+    if where and config.kl_in == "reward":
+        raise config.refused("kl_in", f"loss {where}")
 
 
 def refuse_reference(config: GRPOConfig) -> None:

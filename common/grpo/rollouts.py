@@ -102,6 +102,8 @@ def reward(
     if steps:
         refuse_with_steps(config)
         steps = penalise_steps(steps, ends, rollouts.has_stop.tolist(), eos)
+    if config.scale_rewards == "mean" and (rewards < 0).any():
+        raise UserError(f"a reward is {rewards.min():g}; --scale_rewards mean needs 0 or more.")
     return replace(scored, total=rewards, steps=steps)
 
 

@@ -39,6 +39,7 @@ from common.model import lora
 from common.padding import MAKERS
 from common.record.metrics import Accumulator
 from common.rewards import functions
+from common.rewards.score import RewardLog, Rewards
 from common.sampling.sampler import Rollouts
 from tests.variants import REWARD_FILE, stopping_model_job
 
@@ -270,6 +271,15 @@ def test_overlong_penalty_by_hand():
     lengths = torch.tensor([[1, 6, 7], [8, 9, 10]])
     expected = torch.tensor([[0.0, 0.0, -0.25], [-0.5, -0.75, -1.0]])
     assert torch.equal(rollouts.overlong_penalty(lengths, 10, 4), expected)
+
+
+def test_negative_rewards_are_refused_where_their_mean_divides():
+    groups = new_groups([[1.0, 0.0, -0.5]])
+    scorer = mock.Mock()
+    scorer.score.return_value = Rewards(groups.rewards, {}, [], RewardLog(3))
+    config = new_config(scale_rewards="mean", missing_eos_penalty=0.0)
+    with pytest.raises(UserError, match="a reward is -0.5; --scale_rewards mean needs 0 or more"):
+        rollouts.reward(scorer, groups.examples, groups.rollouts, config, 0, 1)
 
 
 def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
@@ -947,6 +957,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["--sampler_correction is token_mask", "none or geometric_mask", "to the sampler"],
     ),
     ({"scale_rewards": "mean"}, ["--missing_eos_penalty is -1", "at least 0"]),
+    (
+        {"scale_rewards": "mean", "missing_eos_penalty": 0.0, "overlong_buffer": 2},
+        ["--overlong_buffer is 2", "must be 0"],
+    ),
     (
         {"multi_objective_aggregation": "normalize_then_sum", "overlong_buffer": 2},
         ["--overlong_buffer is 2", "must be 0"],
