@@ -234,12 +234,13 @@ def policy_term(
     micro_batch: MicroBatch,
     config: GRPOConfig,
     watch: StepMonitor,
+    num_tokens: Tensor,
     *,
     is_new: bool,
 ) -> Tensor:
     """The policy objective (B, C) with what corrects for old samples and for another sampler."""
     mask, sampled_logps = micro_batch.batch.completion_mask, micro_batch.sampled_logps  # (B, C)
-    advantages, num_tokens = micro_batch.advantages, mask.sum()  # (B,) or (B, C)
+    advantages = micro_batch.advantages  # (B,) or (B, C)
     options: dict[str, Any] = {
         "objective": config.policy_objective,
         "epsilon_low": config.epsilon_low,
@@ -289,8 +290,10 @@ def grpo_loss(
     )
     logps = scores.token_logps  # (B, C)
     old_logps = logps.detach() if micro_batch.old_logps is None else micro_batch.old_logps
-    per_token = policy_term(logps, old_logps, micro_batch, config, watch, is_new=is_new)  # (B, C)
     num_tokens, num_real = mask.sum(), batch.is_real.sum()
+    per_token = policy_term(
+        logps, old_logps, micro_batch, config, watch, num_tokens, is_new=is_new
+    )  # (B, C)
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * scores.entropy
     if micro_batch.ref_logps is not None:
