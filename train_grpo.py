@@ -250,9 +250,11 @@ def policy_term(
     }
     temperatures = (config.sapo_temperature_pos, config.sapo_temperature_neg)
     behind = sampled_logps if config.policy_objective == "dppo" else old_logps
-    terms = (logps, behind, advantages, mask)
-    per_token = policy_loss(*terms, temperatures=temperatures, **options)
-    watch.metrics.add("clip_fraction", clipped_tokens(*terms, **options).sum(), num_tokens)
+    per_token = policy_loss(
+        logps, behind, advantages, mask, temperatures=temperatures, **options
+    )  # (B, C)
+    is_clipped = clipped_tokens(logps, behind, advantages, mask, **options)
+    watch.metrics.add("clip_fraction", is_clipped.sum(), num_tokens)
     if config.off_policy_mask_threshold > 0:
         threshold = config.off_policy_mask_threshold
         kept = off_policy_mask(logps, sampled_logps, advantages, mask, threshold=threshold)

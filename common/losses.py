@@ -256,8 +256,10 @@ def policy_loss(
     - `cispo`: -sg(min(rho, 1 + epsilon_high)) A log pi, where sg stops the gradient: no token
       loses its gradient, only its weight is bounded (MiniMax-M1 2025, eq. 4-5).
     - `sapo`: -f(rho) A, f the `soft_gate` with the `temperatures` (Gao et al. 2025).
-    - `dppo`: -sg(min(rho, delta)) A log pi, 0 for tokens `outside_trust_region` by `epsilon_low`
-      and `epsilon_high`; the old log-probs are those of the sampler (Qi et al. 2026).
+    - `dppo`: -sg(min(rho, delta)) A log pi; 0 where A > 0 and pi - mu > epsilon_high, or A < 0 and
+      pi - mu < -epsilon_low. pi, mu are the token's probabilities; the old log-probs are those of
+      the sampler. |pi - mu| is the total variation if all other tokens count as one (Qi et al.
+      2026).
 
     With one update per rollout, pass the log-probs as their own old ones: rho is then exactly 1,
     and the loss's gradient is REINFORCE's. At sequence level the gradient of `clip` is that of
@@ -269,10 +271,12 @@ def policy_loss(
         raise ValueError(f"delta is {delta} but must be None with objective {objective}")
     if delta is not None and delta <= 1 + epsilon_high:
         raise ValueError(f"delta is {delta} but must exceed 1 + epsilon_high = {1 + epsilon_high}")
-    logps = (token_logps, old_token_logps)
-    ratio = probability_ratio(*logps, completion_mask, ratio_level=ratio_level)
+    ratio = probability_ratio(
+        token_logps, old_token_logps, completion_mask, ratio_level=ratio_level
+    )
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    weights = _bounded(ratio, logps, advantages, objective, epsilon_low, epsilon_high, delta)
+    bounds: Any = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "delta": delta}
+    weights = _bounded(ratio, token_logps, old_token_logps, advantages, objective, **bounds)
     if objective == "sapo":
         weights = soft_gate(ratio, advantages, temperatures)
     gain = weights * advantages  # (B, C)
@@ -291,18 +295,6 @@ def soft_gate(ratio: Tensor, advantages: Tensor, temperatures: tuple[float, floa
     return 4 / tau * torch.sigmoid(tau * (ratio - 1))
 
 
-def outside_trust_region(
-    token_logps: Tensor, old_token_logps: Tensor, advantages: Tensor, *, low: float, high: float
-) -> Tensor:
-    """Whether the step has already moved a token's probability too far, (B, C): DPPO, binary TV.
-
-    True where A > 0 and pi - mu > high, or A < 0 and pi - mu < -low (Qi et al. 2026). |pi - mu| is
-    the total variation between the two policies if all other tokens count as one.
-    """
-    change = precise(token_logps).detach().exp() - precise(old_token_logps).detach().exp()
-    return torch.where(advantages > 0, change > high, (advantages < 0) & (change < -low))
-
-
 def clipped_tokens(
     token_logps: Tensor,
     old_token_logps: Tensor,
@@ -316,31 +308,36 @@ def clipped_tokens(
 
     All of it in `clip`, a share in `cispo`, either in `dppo`; none where A is 0 up to rounding.
     """
-    logps = (token_logps.detach(), old_token_logps)
-    ratio = probability_ratio(*logps, completion_mask, ratio_level=ratio_level)
+    token_logps = token_logps.detach()
+    ratio = probability_ratio(
+        token_logps, old_token_logps, completion_mask, ratio_level=ratio_level
+    )
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    is_bounded = _bounded(ratio, logps, advantages, **bounds) != ratio
+    is_bounded = _bounded(ratio, token_logps, old_token_logps, advantages, **bounds) != ratio
     counted = torch.nn.functional.hardshrink(advantages, ADVANTAGE_ROUNDING)  # one kernel
     return torch.logical_and(is_bounded, counted) & completion_mask
 
 
 def _bounded(
     ratio: Tensor,
-    logps: tuple[Tensor, Tensor],
+    token_logps: Tensor,
+    old_token_logps: Tensor,
     advantages: Tensor,
     objective: str = "clip",
+    *,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     delta: float | None = None,
 ) -> Tensor:
-    """The ratio (B, C) that the objective multiplies the advantage by; `logps` are new and old.
+    """The ratio (B, C) with the bounds of the objective; `sapo` has none.
 
     The minimum in `clip` is the ratio bounded from above where A > 0, from below where A < 0.
     """
     if objective == "sapo":
         return ratio
     if objective == "dppo":
-        is_outside = outside_trust_region(*logps, advantages, low=epsilon_low, high=epsilon_high)
+        change = precise(token_logps).detach().exp() - precise(old_token_logps).exp()  # pi - mu
+        is_outside = torch.where(advantages > 0, change > epsilon_high, change < -epsilon_low)
         return ratio.clamp(max=delta or torch.inf).masked_fill(is_outside, 0.0)
     below = ratio.clamp(max=1 + epsilon_high)
     if objective == "cispo":
