@@ -7,8 +7,8 @@ r"""From one GPU to 64, by arithmetic: which flags, what a rank holds, how long 
 Nothing here was measured. Memory is what `experiments.plan` plans for a GPU. A row has the first
 line of `RUNGS` with which the plan is within `SHARE` of `MEMORY`, else the last one tried.
 Gradients are added up whole where that fits, else sharded (`--shard_gradients`). Seconds are the
-plan's operations at `FLOPS` times `UTILISATION`; sampling is left out, as one token at a time
-reaches no such share, and so are communication and optimiser.
+plan's operations at the two shares of `FLOPS` in `UTILISATION`; sampling is left out, as one token
+at a time reaches no such share, and so are communication and optimiser.
 """
 
 import argparse
@@ -31,7 +31,8 @@ from experiments.plan.work import FLOAT32, Run, micro_batch, step_flops
 
 MEMORY = 80e9  # bytes of a GPU
 SHARE = 0.9  # for what is planned; CUDA and NCCL take some, and gaps between allocations
-FLOPS, UTILISATION = 989e12, 0.5  # of an H100 SXM, bfloat16, dense; assumed
+FLOPS = 989e12  # of an H100 SXM, bfloat16, dense
+UTILISATION = (0.5, 0.15)  # assumed: of large models, and what is published of small ones
 STAGES: dict[str, type[TrainConfig]] = {
     "SFT": SFTConfig,
     "reward": RewardConfig,
@@ -135,6 +136,7 @@ def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
     if run.shards_gradients:
         flags = f"{flags} --shard_gradients true".strip()
     work = sum(n for name, n in step_flops(run).items() if name != "sampling")
+    seconds = [work / ranks / FLOPS / share for share in UTILISATION]
     return [
         name,
         f"{ranks}",
@@ -142,14 +144,14 @@ def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
         plan.gigabytes(most.total),
         plan.gigabytes(host_bytes(run, ranks)[-1]),
         plan.gigabytes(sent_bytes(run, ranks)),
-        f"{work / ranks / FLOPS / UTILISATION:.3g}",
+        " to ".join(f"{s:,.0f}" if s >= 1000 else f"{s:.3g}" for s in seconds),
     ]
 
 
 def table(stage: str, models: Sequence[str], all_ranks: Sequence[int], folder: Path) -> str:
     """A stage for all models on all numbers of GPUs."""
     headers = ["model", "GPUs", "flags", "GB of a GPU", "GB on its host", "GB sent a step"]
-    headers += ["s a step by arithmetic"]
+    headers += ["s a step at 50% to 15% of the FLOP/s"]
     rows = []
     for name in models:
         path = folder / f"{name}.json"
