@@ -61,9 +61,7 @@ def main(config: DPOConfig) -> None:
     # Data
     vocabulary = load.load_vocabulary(config)
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
-    configs = [
-        load.read_model_config(path, "policy", vocabulary.tokenizer, config) for path in paths
-    ]
+    configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
     resume_from = find_checkpoint(config)
     is_resumed = resume_from is not None
     train_set, eval_set = load_pairs(config, vocabulary, configs[0], mesh, is_resumed=is_resumed)

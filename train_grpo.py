@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
+from common.errors import UserError
 from common.forward import Policy
 from common.grpo import minibatches, monitor, rollouts
 from common.grpo.config import GRPOConfig
@@ -82,10 +83,7 @@ def main(config: GRPOConfig) -> None:
 
     # Data and rewards
     vocabulary = load.load_vocabulary(config)
-    paths = (config.model_name_or_path, config.ref_model_name_or_path)
-    configs = [
-        load.read_model_config(path, "policy", vocabulary.tokenizer, config) for path in paths
-    ]
+    configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
     resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "prompts", vocabulary)
@@ -164,6 +162,12 @@ def load_reference(
         from common.model.lora import AdapterReference
 
         return AdapterReference(policy)
+    sizes = [each.get_text_config().vocab_size for each in (ref_config, policy.lm.config)]
+    if config.has_exact_kl and sizes[0] < sizes[1]:
+        raise UserError(
+            f"--ref_model_name_or_path {path!r} has {sizes[0]} embeddings and the policy has "
+            f"{sizes[1]}; with --kl_estimator full it needs as many."
+        )
     frozen = Policy(load.load_policy(path, ref_config, config)).requires_grad_(False)
     reference = fsdp.shard(frozen, config, mesh, moves=config.ref_update_steps > 0)
     self_checks.only_tokens_matter(reference, config, is_projected=config.has_exact_kl)

@@ -1,13 +1,11 @@
 """The reward and the reference of the run that wrote a policy."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from common.errors import UserError
 from common.record.run_folder import config_of_run
 
 if TYPE_CHECKING:
-    from common.config.stages import CommonConfig
     from common.evaluation.split import ImplicitReward
 
 
@@ -30,20 +28,3 @@ def reference_of_run(path: str) -> str:
     paths = (settings.get(name) for name in ("ref_model_name_or_path", "model_name_or_path"))
     reference = next((p for p in paths if p and p != path), "")
     return reference if reference and (Path(reference).is_dir() or is_id(reference)) else ""
-
-
-def refuse_other_tokenizer(path: str, tokenizer: Any, config: "CommonConfig") -> None:
-    """Raise a UserError for a policy whose tokenizer gives the ids other tokens than the run's."""
-    from common.model.load import load_tokenizer
-
-    has_none = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
-    if path == config.tokenizer_path or path.endswith(".json") or has_none:
-        return
-    vocabulary = load_tokenizer(path, config, needs_eos=False).get_vocab()
-    added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
-    expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
-    if any(vocabulary.get(token) != i for token, i in expected.items()):
-        raise UserError(
-            f"{path!r} has another tokenizer than {config.tokenizer_path!r}; evaluate it in a "
-            "separate run."
-        )

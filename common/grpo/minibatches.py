@@ -150,7 +150,8 @@ def score_before_updates(
             scores = [reference(batch, temperature=at, with_hidden=exact) for batch in batches]
             ref_logps = by_slot(selected, batches, [each.token_logps for each in scores])
             if exact:
-                head = reference_head(reference, config)
+                num_ids = policy.lm.config.get_text_config().vocab_size
+                head = reference_head(reference, config, num_ids)
                 ref_states = [ReferenceStates(each.hidden, head) for each in scores]
         if config.num_updates > 1:
             logps = [policy(batch, temperature=at).token_logps for batch in batches]
@@ -169,14 +170,19 @@ def by_slot(
     return placed
 
 
-def reference_head(reference: "Policy | AdapterReference", config: GRPOConfig) -> Head:
-    """The reference's projection onto the vocabulary, whole, as it computes. Collective."""
+def reference_head(
+    reference: "Policy | AdapterReference", config: GRPOConfig, num_ids: int
+) -> Head:
+    """The reference's projection onto the policy's ids, whole, as it computes. Collective.
+
+    A larger model of a family may have more embeddings than the policy: no token has those ids.
+    """
     fsdp.reshard(reference)
     dtype = torch.bfloat16 if config.bf16 else torch.float32
 
     def whole(parameter: Tensor) -> Tensor:
         value = parameter.detach().to(distributed.device(), dtype)
-        return (value.full_tensor() if isinstance(value, DTensor) else value).float()
+        return (value.full_tensor() if isinstance(value, DTensor) else value)[:num_ids].float()
 
     head = reference.lm.get_output_embeddings()
     return Head(whole(head.weight), None if head.bias is None else whole(head.bias))

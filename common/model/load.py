@@ -30,7 +30,9 @@ from common.noise import derive_seed
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
+    from common.grpo.config import GRPOConfig
     from common.model.checks import Kind
+    from common.pairs.config import DPOConfig
 
 # Standard deviation of a new reward head's weights, for hidden states of size D
 HEAD_STDS: dict[str, Callable[[int], float]] = {
@@ -163,6 +165,18 @@ def read_model_config(
         if "drop" in name and isinstance(value, int | float):  # dropout, resid_pdrop, layerdrop
             setattr(model_config, name, 0.0)
     return model_config
+
+
+def read_policy_and_reference(
+    config: "DPOConfig | GRPOConfig", tokenizer: PreTrainedTokenizerBase
+) -> list[PretrainedConfig]:
+    """Configurations of the two models; a UserError if their ids are different tokens."""
+    from common.model import checks
+
+    paths = (config.model_name_or_path, config.ref_model_name_or_path)
+    configs = [read_model_config(path, "policy", tokenizer, config) for path in paths]
+    checks.refuse_other_tokenizer(paths[1], tokenizer, config)
+    return configs
 
 
 def find_config(

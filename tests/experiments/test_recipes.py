@@ -50,6 +50,7 @@ WHOLE = ("sft", "reward", "dpo", "grpo", "evaluate")
 # Whose rewards need no training
 SHORT_CHAINS = {
     "count": ("sft", "grpo"),
+    "distillation": ("grpo",),
     "gsm8k": ("sft", "grpo", "evaluate"),
     "one-sentence": ("grpo", "evaluate"),
 }

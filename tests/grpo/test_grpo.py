@@ -607,9 +607,10 @@ TEMPERATURE = 0.7
 
 
 def enumerated_kl(lm: Any, reference: Any, prompt: list[int], completion: list[int]) -> Tensor:
-    """KL(pi || ref) (C,) of the next-token distributions, summed over the vocabulary."""
+    """KL(pi || ref) (C,) of the next-token distributions, summed over the policy's ids."""
+    num_ids = lm.config.vocab_size
     logps, ref_logps = (
-        (plain_logits(model, prompt, completion) / TEMPERATURE).log_softmax(-1)
+        (plain_logits(model, prompt, completion)[:, :num_ids] / TEMPERATURE).log_softmax(-1)
         for model in (lm, reference)
     )
     return (logps.exp() * (logps - ref_logps)).sum(-1)
@@ -618,14 +619,19 @@ def enumerated_kl(lm: Any, reference: Any, prompt: list[int], completion: list[i
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, family: str):
+    """The reference is wider, and has more embeddings than the policy has ids."""
     policy = Policy(tiny.causal_lm(family, seed=1))
-    reference = Policy(tiny.causal_lm(family, seed=2)).requires_grad_(False)
+    reference = Policy(tiny.causal_lm(family, seed=2, width=64, vocab_size=70))
+    reference.requires_grad_(False)
     prompts = [tiny.random_ids(n, seed=n) for n in (5, 3)]
     completions = [[tiny.random_ids(n, seed=n) for n in lengths] for lengths in ((4, 2), (1, 6))]
     batch = MAKERS[layout](prompts, completions, PAD)
     ref_scores = reference(batch, temperature=TEMPERATURE, with_hidden=True)
     config = new_config(layout=layout)
-    states = ReferenceStates(ref_scores.hidden, minibatches.reference_head(reference, config))
+    states = ReferenceStates(
+        ref_scores.hidden,
+        minibatches.reference_head(reference, config, policy.lm.config.vocab_size),
+    )
     scores = policy(batch, temperature=TEMPERATURE, reference=states)
     assert scores.hidden is None
     (policy(batch, temperature=TEMPERATURE).kl == 0).all()
