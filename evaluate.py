@@ -37,7 +37,7 @@ from common.evaluation.measure import Reference
 from common.evaluation.records import EvaluationRows, Generation, PairScores, PromptRecord, Results
 from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy
-from common.model import checks, fsdp, load
+from common.model import fsdp, load
 from common.record.run_folder import save_run_files
 from common.text.example import Vocabulary
 
@@ -143,7 +143,7 @@ def read_policy_configs(
         for path in policies
     }
     for path in policies:
-        checks.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
+        load.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
     if policies:
         distributed.print_rank0(reference_note(policies))
     return policy_configs

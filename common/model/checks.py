@@ -47,25 +47,6 @@ def check_vocabulary(
         )
 
 
-def refuse_other_tokenizer(
-    path: str, tokenizer: PreTrainedTokenizerBase, config: CommonConfig
-) -> None:
-    """Raise a UserError for a policy whose tokenizer gives the ids other tokens than the run's."""
-    from common.model.load import load_tokenizer
-
-    has_none = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
-    if path == config.tokenizer_path or path.endswith(".json") or has_none:
-        return
-    vocabulary = load_tokenizer(path, config, needs_eos=False).get_vocab()
-    added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
-    expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
-    if any(vocabulary.get(token) != i for token, i in expected.items()):
-        raise UserError(
-            f"{path!r} has another tokenizer than {config.tokenizer_path!r}; the same ids are "
-            "other tokens, so the two cannot be in one run."
-        )
-
-
 def count_ids(tokenizer: PreTrainedTokenizerBase, without: str | None = None) -> int:
     """Rows of an embedding that holds all the tokenizer's ids, which may have gaps."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()

@@ -30,9 +30,7 @@ from common.noise import derive_seed
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
-    from common.grpo.config import GRPOConfig
     from common.model.checks import Kind
-    from common.pairs.config import DPOConfig
 
 # Standard deviation of a new reward head's weights, for hidden states of size D
 HEAD_STDS: dict[str, Callable[[int], float]] = {
@@ -168,15 +166,30 @@ def read_model_config(
 
 
 def read_policy_and_reference(
-    config: "DPOConfig | GRPOConfig", tokenizer: PreTrainedTokenizerBase
+    config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> list[PretrainedConfig]:
-    """Configurations of the two models; a UserError if their ids are different tokens."""
-    from common.model import checks
-
+    """Configurations of DPO's or GRPO's two models; a UserError if they have other tokens."""
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [read_model_config(path, "policy", tokenizer, config) for path in paths]
-    checks.refuse_other_tokenizer(paths[1], tokenizer, config)
+    refuse_other_tokenizer(paths[1], tokenizer, config)
     return configs
+
+
+def refuse_other_tokenizer(
+    path: str, tokenizer: PreTrainedTokenizerBase, config: CommonConfig
+) -> None:
+    """Raise a UserError for a policy whose tokenizer gives the ids other tokens than the run's."""
+    has_none = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
+    if path == config.tokenizer_path or path.endswith(".json") or has_none:
+        return
+    vocabulary = load_tokenizer(path, config, needs_eos=False).get_vocab()
+    added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
+    expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
+    if any(vocabulary.get(token) != i for token, i in expected.items()):
+        raise UserError(
+            f"{path!r} has another tokenizer than {config.tokenizer_path!r}; the same ids are "
+            "other tokens, so the two cannot be in one run."
+        )
 
 
 def find_config(

@@ -30,7 +30,7 @@ from common.errors import UserError
 from common.evaluation import measure, records, runs, summary
 from common.evaluation.records import BASELINES, PairScores, Results
 from common.evaluation.split import ImplicitReward
-from common.model import checks
+from common.model import load
 from common.report import evaluation_report, tables
 from common.rewards.models import RewardModelFunction
 from common.text import synthetic, tokenise
@@ -396,9 +396,9 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
     tokenizer = AutoTokenizer.from_pretrained(folders / "sft" / "model")
     config = tiny.train_config(model_name_or_path=str(folders / "sft" / "model"))
     for name in ("sft", "dpo"):
-        checks.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
+        load.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
     with pytest.raises(UserError, match="another tokenizer .* cannot be in one run"):
-        checks.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
+        load.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
 
 
 @pytest.mark.parametrize(
