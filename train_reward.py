@@ -117,6 +117,7 @@ def load_data(
 ) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
     """Pairs to train on, held-out ones, and rows whose mean reward becomes 0, to their very end."""
     from common.model import checks
+    from common.text import chat
     from common.text.tokenise import load_examples
 
     train_set, eval_set = data.load_splits(config, "preference", vocabulary)
@@ -125,9 +126,9 @@ def load_data(
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     limit = checks.max_positions(model_config)
     return (
-        data.to_end_of_turn(train_set, vocabulary, limit),
-        data.to_end_of_turn(eval_set, vocabulary, limit),
-        data.to_end_of_turn(sft_set, vocabulary, limit),
+        chat.to_end_of_turn(train_set, vocabulary, limit),
+        chat.to_end_of_turn(eval_set, vocabulary, limit),
+        chat.to_end_of_turn(sft_set, vocabulary, limit),
     )
 
 

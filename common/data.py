@@ -13,7 +13,6 @@ import torch
 
 from common import distributed
 from common.config.stages import CommonConfig, RowsConfig, TrainConfig
-from common.errors import UserError
 from common.noise import permutation
 from common.padding import MAKERS, AnyBatch
 from common.text.example import Example as Example
@@ -289,34 +288,3 @@ def prompts(
     """
     real = torch.tensor([row is not None for row in rows])
     return [examples[row or 0] for row in rows], real
-
-
-def to_end_of_turn(
-    examples: Sequence[Example], vocabulary: Vocabulary, limit: int | None
-) -> Sequence[Example]:
-    """Complete the turn of each conversation for a reward model; see `chat.TurnEnd`.
-
-    Rows of text are unchanged.
-
-    Raises:
-        UserError: one is then longer than the model's positions.
-    """
-    from common.text import chat
-
-    first = next((example for example in examples if example.messages), None)
-    if first is None:
-        return examples
-    end = chat.TurnEnd(first.messages, vocabulary.tokenizer)
-    closed = [
-        replace(e, completions=[end.closed(c, c[-1] in vocabulary.stop_ids) for c in e.completions])
-        if e.messages
-        else e
-        for e in examples
-    ]
-    longest = max(len(e.prompt_ids) + len(c) for e in closed if e.messages for c in e.completions)
-    if limit is not None and longest > limit:
-        raise UserError(
-            f"a conversation with the end of its turn is {longest} tokens, and the model has "
-            f"{limit} positions; lower --max_completion_length by {longest - limit}."
-        )
-    return closed

@@ -4,10 +4,12 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
 
 from common.errors import UserError, gist
+from common.text.example import Example, Vocabulary
 from common.text.rows import COMPLETION_COLUMNS, RawRow, Row, other_columns
 from common.text.truncate import encode
 
@@ -201,6 +203,35 @@ class TurnEnd:
                     return [*begun, *self.ids[length:]]
         text = self.tokenizer.decode(written, clean_up_tokenization_spaces=False)
         return written if text.endswith(self.text) else [*written, *self.ids]
+
+
+def to_end_of_turn(
+    examples: Sequence[Example], vocabulary: Vocabulary, limit: int | None
+) -> Sequence[Example]:
+    """Complete the turn of each conversation for a reward model; see `TurnEnd`.
+
+    Rows of text are unchanged.
+
+    Raises:
+        UserError: one is then longer than the model's positions.
+    """
+    first = next((example for example in examples if example.messages), None)
+    if first is None:
+        return examples
+    end = TurnEnd(first.messages, vocabulary.tokenizer)
+    closed = [
+        replace(e, completions=[end.closed(c, c[-1] in vocabulary.stop_ids) for c in e.completions])
+        if e.messages
+        else e
+        for e in examples
+    ]
+    longest = max(len(e.prompt_ids) + len(c) for e in closed if e.messages for c in e.completions)
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"a conversation with the end of its turn is {longest} tokens, and the model has "
+            f"{limit} positions; lower --max_completion_length by {longest - limit}."
+        )
+    return closed
 
 
 def as_answers(

@@ -12,7 +12,6 @@ import pytest
 import tiny
 from tokenizers.processors import TemplateProcessing
 
-from common import data
 from common.data import PromptGroup, collate
 from common.errors import UserError
 from common.evaluation.measure import judge_completions
@@ -20,7 +19,7 @@ from common.rewards.models import RewardModelFunction
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
-from common.text.chat import TurnEnd, render
+from common.text.chat import TurnEnd, render, to_end_of_turn
 from common.text.rows import Row
 from common.text.tokenise import load_examples
 
@@ -202,16 +201,16 @@ def test_a_reward_model_reads_to_the_end_of_the_turn(tmp_path, chatml):
     row = {"prompt": [USER], "chosen": [SECOND], "rejected": [THIRD]}
     vocabulary = tiny.vocabulary([chatml.eos_token_id], chatml)
     pairs = load(tmp_path, chatml, "preference", row)
-    (read,) = data.to_end_of_turn(pairs, vocabulary, 96)
+    (read,) = to_end_of_turn(pairs, vocabulary, 96)
     for before, ids in zip(pairs[0].completions, read.completions, strict=True):
         assert chatml.decode(ids) == chatml.decode(before) + "\n"
     (cut,) = load(tmp_path, chatml, "preference", row, max_completion_length=2)
-    (read,) = data.to_end_of_turn([cut], vocabulary, 96)
+    (read,) = to_end_of_turn([cut], vocabulary, 96)
     assert chatml.decode(read.completions[0]) == chatml.decode(cut.completions[0]) + "<|im_end|>\n"
     text = replace(pairs[0], messages=[])
-    assert data.to_end_of_turn([text], vocabulary, 96) == [text]
+    assert to_end_of_turn([text], vocabulary, 96) == [text]
     with pytest.raises(UserError, match="tokens, and the model has 20 positions; lower --max_comp"):
-        data.to_end_of_turn(pairs, vocabulary, 20)
+        to_end_of_turn(pairs, vocabulary, 20)
 
 
 def test_the_end_of_a_turn_is_found_in_any_template(chatml):
