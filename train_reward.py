@@ -30,16 +30,20 @@ The exported folder loads as `AutoModelForSequenceClassification`. On the demo i
 three points of the best attainable accuracy in two minutes on two CPU cores.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from common import data, distributed, launch, self_checks
 from common.data import Example
+from common.errors import UserError
 from common.evaluation import split
 from common.forward import RewardModel
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
-from common.pairs.margins import length_balance, margins
 from common.pairs.reward_config import RewardConfig
 from common.run import Run, find_checkpoint
 from common.text.example import Vocabulary
@@ -132,13 +136,33 @@ def load_data(
     )
 
 
+def margins(examples: Sequence[Example], column: str) -> Tensor:
+    """A column of all rows, (rows,) float32; zeros without a name.
+
+    Raises:
+        UserError: some row has no finite number in it.
+    """
+    if not column:
+        return torch.zeros(len(examples))
+    values = []
+    for example in examples:
+        value: Any = example.columns.get(column)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise UserError(
+                f"row {example.row + 1} of the pairs has {value!r} in its column {column!r}; "
+                "--margin_column names one with a finite number in every row."
+            )
+        values.append(value)
+    return torch.tensor(values, dtype=torch.float32)
+
+
 def print_balance(train_set: Sequence[Example], eval_set: Sequence[Example]) -> None:
     """Say how far the length of the completions alone tells which one is preferred."""
     for rows, examples in (("training", train_set), ("held-out", eval_set)):
         if examples:
-            share = f"{length_balance(examples):.1%}"
+            longer = wins(*data.lengths(examples)[:, 1:].unbind(-1)).double()  # (rows,)
             distributed.print_rank0(
-                f"the chosen completion is the longer one in {share} of {rows} pairs"
+                f"the chosen completion is the longer one in {longer.mean():.1%} of {rows} pairs"
             )
 
 

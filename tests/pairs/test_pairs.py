@@ -14,10 +14,10 @@ import pytest
 import tiny
 import torch
 
+import train_reward
 from common.data import Example
 from common.errors import UserError
 from common.pairs import from_rollouts
-from common.pairs.margins import length_balance, margins
 from common.sampling.sampler import Rollouts
 from common.text.reading import load_rows
 
@@ -189,18 +189,19 @@ def with_margins(*values: Any) -> list[Example]:
 
 
 def test_margins_are_a_column_that_is_asked_for():
-    assert margins(with_margins(1, 0.5), "").tolist() == [0.0] * 2
-    assert margins(with_margins(1, 0.5), "margin").tolist() == [1.0, 0.5]
+    assert train_reward.margins(with_margins(1, 0.5), "").tolist() == [0.0] * 2
+    assert train_reward.margins(with_margins(1, 0.5), "margin").tolist() == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("value", [None, "big", float("nan"), True])
 def test_a_margin_that_is_no_number_is_refused(value):
     with pytest.raises(UserError, match="row 2 .* column 'margin'"):
-        margins(with_margins(1.0, value), "margin")
+        train_reward.margins(with_margins(1.0, value), "margin")
     with pytest.raises(UserError, match="row 1 .* column 'difference'"):
-        margins(with_margins(1.0), "difference")
+        train_reward.margins(with_margins(1.0), "difference")
 
 
-def test_length_balance_by_hand():
+def test_length_balance_by_hand(capsys):
     examples = tiny.ragged_examples([(2, 4, 2), (2, 2, 5), (2, 3, 3), (2, 7, 1)])
-    assert length_balance(examples) == (1 + 0 + 0.5 + 1) / 4
+    train_reward.print_balance(examples, [])
+    assert f"in {(1 + 0 + 0.5 + 1) / 4:.1%} of training pairs" in capsys.readouterr().out
