@@ -232,7 +232,8 @@ class Checkpointer:
 
         The number of ranks may have changed. Learning rate, betas and weight decay stay those of
         this run's config. In `output_dir`, later and unfinished checkpoints are removed, and the
-        records are cut to the lines that the checkpoint counted.
+        records are cut to the lines that the checkpoint counted, to none without one of that
+        folder.
 
         Args:
             folder: from `resume.find`.
@@ -258,8 +259,8 @@ class Checkpointer:
             if removed := layout.remove_after(self.output_dir, manifest["step"]):
                 names = ", ".join(path.name for path in removed)
                 print(f"removed checkpoints of {self.output_dir}: {names}", flush=True)
-            for name, number in manifest["lines"].items():
-                keep_lines(self.output_dir / name, number)
+            for name in layout.RECORDS:
+                keep_lines(self.output_dir / name, manifest["lines"].get(name, 0))
         distributed.barrier()
         return int(manifest["step"])
 

@@ -51,38 +51,6 @@ def keep_lines(path: Path, number: int) -> None:
             file.truncate()
 
 
-def rewind_jsonl(path: Path, start_step: int) -> list[dict[str, Any]]:
-    """Keep the lines up to `start_step`; a run from step 0 starts an empty file. Atomic.
-
-    A resumed run logs the later steps again. Damaged lines, as a power cut leaves them, are dropped
-    with a warning.
-
-    Returns:
-        The records that stay.
-    """
-    lines = []
-    if start_step > 0 and path.exists():
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    records = [_logged(line) for line in lines if line]
-    torn = bool(lines and lines[-1])  # the last line is unfinished
-    if num_damaged := records[: len(records) - torn].count(None):
-        print(f"warning: {num_damaged} damaged lines of {path} are dropped.", flush=True)
-    kept = [record for record in records if record and record["step"] <= start_step]
-    write_atomically(path, map(json_line, kept))
-    return kept
-
-
-def _logged(line: str) -> dict[str, Any] | None:
-    """The record in a line of a run, None for any other line."""
-    try:
-        record = json.loads(line)
-        sums = (record.get(name) or 0.0 for name in ("elapsed_minutes", "peak_memory_gb"))
-        numbers = (record["step"], *sums)
-    except (ValueError, TypeError, KeyError):
-        return None
-    return record if all(isinstance(number, int | float) for number in numbers) else None
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path in the same folder that replaces `path` once it is on the disk."""

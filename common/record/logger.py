@@ -18,7 +18,7 @@ from common.distributed import is_rank0, peak_memory_gb, world_size
 from common.errors import UserError
 from common.record import output_lock, run_folder
 from common.record.glossary import CONSOLE, POSTFIX, is_defined, recorded
-from common.record.jsonl import json_line, rewind_jsonl
+from common.record.jsonl import json_line
 from common.record.metrics import Accumulator
 from common.record.terminal import format_number, progress_bar, show_status, wrapped_table
 from common.record.tracking import Tracker
@@ -31,7 +31,7 @@ class RunLogger:
     Args:
         config: of the run; rank 0 writes it, and the environment, into its `output_dir`.
         total_steps: optimiser steps of the whole run.
-        start_step: the step resumed from; later lines of the files are dropped.
+        start_step: the step resumed from; the files already end there (`Checkpointer.load`).
 
     Raises:
         UserError: the run was resumed beyond its end.
@@ -54,10 +54,9 @@ class RunLogger:
             return
         self.output_dir = output_dir = Path(config.output_dir)
         run_folder.save_run_files(output_dir, config, world_size())
-        earlier = rewind_jsonl(output_dir / run_folder.METRICS, start_step)
+        earlier = run_folder.read_metrics(output_dir)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
-        rewind_jsonl(output_dir / run_folder.SAMPLES, start_step)
         self._files = {
             name: (output_dir / name).open("a+", encoding="utf-8")
             for name in (run_folder.METRICS, run_folder.SAMPLES)

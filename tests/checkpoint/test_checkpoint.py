@@ -470,11 +470,14 @@ def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: 
     saver.close()
     path = tmp_path / "metrics.jsonl"
     expected = path.read_text()
-    path.write_text(expected + json_line({"step": 2, "reward_shift": 1.0}) + '{"step": 2, "re')
+    torn = '{"step": 40, "loss": "é'.encode()[:-1]  # killed inside a character
+    path.write_bytes((expected + json_line({"step": 2, "reward_shift": 1.0})).encode() + torn)
     tiny.checkpointer(tmp_path, *trained()).load(layout.folder_of(tmp_path, 2))
     assert path.read_text() == expected
     tiny.checkpointer(tmp_path, *trained()).load(layout.folder_of(tmp_path, 1))
     assert [line["step"] for line in read_jsonl(path)] == [1]
+    tiny.checkpointer(tmp_path, *trained()).load(None)  # a new run has none
+    assert path.read_text() == ""
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
