@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from common.config.fields import check_fields, flag
+from common.config.flags import check_fields, flag
 from common.config.parser import parse
 from common.config.recipes import read_recipe
 from common.errors import UserError, hint

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 from common import distributed
 from common.checkpoint import hf_folder, layout, push
 from common.checkpoint.sharded_state import cause, once_each
-from common.config.fields import path_flag
-from common.config.groups import HubFlags, ModelFlags
+from common.config.flags import HubFlags, ModelFlags, path_flag
 from common.config.parser import parse
 from common.config.stages import TrainConfig
 from common.errors import UserError

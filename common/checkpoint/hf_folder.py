@@ -26,8 +26,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from common import distributed
 from common.checkpoint import card, layout
 from common.checkpoint.sharded_state import once_each
-from common.config.fields import values_of
-from common.config.groups import ModelFlags
+from common.config.flags import ModelFlags, values_of
 from common.config.stages import TrainConfig
 from common.errors import UserError, gist
 from common.model import checks, fsdp, load, lora

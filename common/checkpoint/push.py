@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from common import distributed
-from common.config.groups import HubFlags
+from common.config.flags import HubFlags
 from common.errors import UserError, gist
 
 

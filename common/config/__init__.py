@@ -1,4 +1,4 @@
 """Configs of stages: their fields, groups of flags, recipes and the command line.
 
-Face: parser.parse, recipes.read_recipe, fields, groups, stages. hints serves the parser.
+Face: parser.parse, recipes.read_recipe, flags, stages. hints serves the parser.
 """

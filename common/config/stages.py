@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from common.config import groups
-from common.config.fields import flag, free_flag, path_flag, values_of
+from common.config import flags
+from common.config.flags import flag, free_flag, path_flag, values_of
 from common.errors import UserError
 
 MODELS = ("model", "adapter")  # folders of a run; one may be a link to another disk
 
 
 @dataclass
-class CommonConfig(groups.ComputeFlags, groups.DataFlags, groups.ModelFlags):
+class CommonConfig(flags.ComputeFlags, flags.DataFlags, flags.ModelFlags):
     """The flags of every stage."""
 
     # Of stages without the flag
@@ -44,18 +44,26 @@ class CommonConfig(groups.ComputeFlags, groups.DataFlags, groups.ModelFlags):
 
 
 @dataclass
-class RowsConfig(groups.BatchFlags, groups.TrainDataFlags, CommonConfig):
+class RowsConfig(CommonConfig):
     """The flags of every command that reads a training split in batches."""
+
+    _data: ClassVar = "data"
+    dataset_train_split: str = flag("train", "split to train on", required=True)
+    num_train_rows: int = flag(0, "train on the first rows only (0: all)")
+    num_eval_rows: int = flag(0, "evaluate on the first rows only (0: all)")
+
+    _optimisation: ClassVar = "optimisation"
+    batch_size: int = flag(64, "prompts or pairs per optimiser step, over all processes", gt=0)
 
 
 @dataclass
 class TrainConfig(
-    groups.LoraFlags,
-    groups.CheckpointFlags,
-    groups.LoggingFlags,
-    groups.OptimiserFlags,
-    groups.HubFlags,
-    groups.BackwardFlags,
+    flags.LoraFlags,
+    flags.CheckpointFlags,
+    flags.LoggingFlags,
+    flags.OptimiserFlags,
+    flags.HubFlags,
+    flags.BackwardFlags,
     RowsConfig,
 ):
     """The flags of the four training stages."""
@@ -88,12 +96,17 @@ class TrainConfig(
 
 
 @dataclass
-class SamplingConfig(groups.SamplingFlags, CommonConfig):
+class SamplingConfig(CommonConfig):
     """The flags of every stage that samples."""
+
+    _speed: ClassVar = flags.SPEED
+    generation_batch_size: int = free_flag(64, "completions decoded at once on one process", gt=0)
+    generation_cache_tokens: int = free_flag(65536, "tokens in sampling's cache on a process", gt=0)
+    cuda_graphs: bool = free_flag(True, "replay sampling's steps on a GPU as a captured graph")
 
 
 @dataclass
-class SFTConfig(groups.SampleTableFlags, groups.CompletionFlags, TrainConfig, SamplingConfig):
+class SFTConfig(flags.SampleTableFlags, flags.CompletionFlags, TrainConfig, SamplingConfig):
     """Rows have the columns `prompt` and `completion`."""
 
     stage: ClassVar = "SFT"

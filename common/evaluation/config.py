@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config.fields import AUTO, REPORT_TO, flag, free_flag, path_flag
+from common.config.flags import AUTO, REPORT_TO, flag, free_flag, path_flag
 from common.errors import UserError
 from common.evaluation import records, runs
 from common.sampling.vllm.config import EngineConfig

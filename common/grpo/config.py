@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
-from common.config.fields import SMALLEST_TEMPERATURE, flag, path_flag
-from common.config.groups import FrozenFlags, SampleTableFlags
+from common.config.flags import SMALLEST_TEMPERATURE, FrozenFlags, SampleTableFlags, flag, path_flag
 from common.config.stages import TrainConfig
 from common.grpo.sampler_correction import SAMPLER_CORRECTIONS
 from common.losses import (

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from common import distributed
-from common.config.groups import ModelFlags
+from common.config.flags import ModelFlags
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist, why_missing
 from common.noise import derive_seed

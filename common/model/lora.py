@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from common import distributed
-from common.config.groups import ModelFlags
+from common.config.flags import ModelFlags
 from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.model import fsdp

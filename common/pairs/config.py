@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config.fields import SMALLEST_TEMPERATURE, flag, path_flag
-from common.config.groups import CompletionFlags, FrozenFlags, SampleTableFlags
+from common.config.flags import (
+    SMALLEST_TEMPERATURE,
+    CompletionFlags,
+    FrozenFlags,
+    SampleTableFlags,
+    flag,
+    path_flag,
+)
 from common.config.stages import RowsConfig, TrainConfig
 from common.errors import UserError
 from common.evaluation.split import ImplicitReward

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config.fields import flag, path_flag
-from common.config.groups import CompletionFlags
+from common.config.flags import CompletionFlags, flag, path_flag
 from common.config.stages import TrainConfig
 from common.model.load import HEAD_INITS
 

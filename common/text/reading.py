@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from common import distributed
-from common.config.fields import AUTO
+from common.config.flags import AUTO
 from common.config.stages import CommonConfig
 from common.errors import UserError
 from common.text import schemas, sources

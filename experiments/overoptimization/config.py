@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config.fields import flag, path_flag
+from common.config.flags import flag, path_flag
 from common.config.stages import SamplingConfig
 from common.errors import UserError
 

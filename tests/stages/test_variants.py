@@ -16,7 +16,7 @@ import train_dpo
 import train_grpo
 import train_reward
 import train_sft
-from common.config.groups import CompletionFlags, FrozenFlags, SampleTableFlags
+from common.config.flags import CompletionFlags, FrozenFlags, SampleTableFlags
 from common.config.stages import TrainConfig
 from common.sampling.vllm.config import EngineConfig
 from tests.variants import OF_STAGE, VARIANTS, Run, compare, job_of, label, largest_difference, row

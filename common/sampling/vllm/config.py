@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from common.config.fields import free_flag
+from common.config.flags import free_flag
 from common.config.stages import SamplingConfig
 
 LEAST_TEMPERATURE = 0.01  # vLLM takes a lower one for this
