@@ -12,8 +12,6 @@ from common.record.run_folder import read_metrics
 
 def refuse_impossible(config: CommonConfig) -> None:
     """Raise a UserError for a metric that no run of this stage logs, or not where it saves."""
-    from common.rewards.functions import short_names
-
     if not isinstance(config, TrainConfig):
         return
     metric, every = config.metric_for_best_model, config.eval_steps
@@ -21,16 +19,12 @@ def refuse_impossible(config: CommonConfig) -> None:
         if config.load_best_model_at_end:
             raise config.refused("load_best_model_at_end", "false without --metric_for_best_model")
         return
-    functions = list(short_names(getattr(config, "reward_funcs", [])).values())
-    name, slash, function = metric.partition("/")  # eval_reward/gold: of a reward function
-    is_held_out = name.startswith("eval_")
-    is_other = is_held_out and name not in config.eval_metrics
-    is_other |= bool(slash) and name.endswith("reward") and function not in functions
+    is_held_out = metric.startswith("eval_")
+    is_other = is_held_out and metric.partition("/")[0] not in config.eval_metrics
     if is_other or not is_defined(metric):
-        names = [*config.eval_metrics, *(f"eval_reward/{function}" for function in functions)]
         raise UserError(
             f"--metric_for_best_model is {metric}, which no run of this stage logs; name "
-            f"{', '.join(names)}, or a metric of training steps (docs/metrics.md)."
+            f"{', '.join(config.eval_metrics)}, or a metric of training steps (docs/metrics.md)."
         )
     why = f"with --metric_for_best_model {metric}"
     if is_held_out and not every:

@@ -251,10 +251,12 @@ def describe_system(
     return system
 
 
-def attainable_accuracy(pairs: list[dict[str, Any]]) -> float | None:
-    """Best attainable accuracy, if the rows have the probability of their labels."""
-    from common.text import synthetic
+def attainable_accuracy(pairs: Sequence[Mapping[str, Any]]) -> float | None:
+    """Expected accuracy of a judge that knows the odds of each label: mean max(p, 1 - p).
 
+    A label is one draw, so no judge can expect more. None unless all pairs have the probability of
+    their labels.
+    """
     chances = [pair["label_probability"] for pair in pairs]
     has_chances = chances and all(type(x) in (int, float) and 0 <= x <= 1 for x in chances)
-    return synthetic.attainable_accuracy(pairs) if has_chances else None
+    return sum(max(x, 1 - x) for x in chances) / len(chances) if has_chances else None

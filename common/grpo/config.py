@@ -155,6 +155,8 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
 
     def __post_init__(self) -> None:
         """Refuse values that no GRPO run may have."""
+        from common.rewards.functions import short_names
+
         super().__post_init__()
         self.num_candidates = self.num_candidates or self.num_generations
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
@@ -167,6 +169,10 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         if self.metric_for_best_model == "eval_accuracy" and not self.eval_pairs_dataset_name:
             why = "without --eval_pairs_dataset_name"
             raise self.refused("metric_for_best_model", f"another one {why}")
+        kind, slash, function = self.metric_for_best_model.partition("/")  # eval_reward/gold
+        functions = short_names(self.reward_funcs).values()
+        if slash and kind.endswith("reward") and function not in functions:
+            raise self.refused("metric_for_best_model", f"{kind}/ and one of {[*functions]}")
         refuse_rollouts(self)
         refuse_objective(self)
         if self.beta > 0:

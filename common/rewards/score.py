@@ -23,14 +23,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
-from common.advantages import StepRewards
 from common.config.stages import CommonConfig
 from common.data import Example
 from common.errors import UserError, gist
@@ -47,6 +46,9 @@ from common.rewards.functions import (
 )
 from common.sampling.sampler import Rollouts
 from common.text.example import Vocabulary
+
+if TYPE_CHECKING:
+    from common.advantages import StepRewards
 
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
 
@@ -99,7 +101,7 @@ class Rewards:
 
     total: Tensor
     by_function: dict[str, Tensor]
-    steps: list[StepRewards]
+    steps: "list[StepRewards]"
     log: RewardLog
 
 
@@ -350,7 +352,7 @@ def inputs(
     return of_rows | {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, rows)}
 
 
-def as_steps(reward: Any, last: int, title: str, row: int) -> StepRewards:
+def as_steps(reward: Any, last: int, title: str, row: int) -> "StepRewards":
     """A returned reward by steps, a number as that of the last token.
 
     Raises:

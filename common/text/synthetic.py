@@ -14,7 +14,6 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from common.errors import UserError
@@ -176,17 +175,6 @@ def gold_reward(completion: str, facts: Facts) -> float:
     num_extra = max(0, len(words) - NEEDED_WORDS, len(text.split()) - NEEDED_WORDS)
     reward = (num_right - WRONG_FACT * len(wrong)) / len(SLOTS)
     return max(0.0, reward - REPEATED_FACT * num_repeated - EXTRA_WORD * num_extra)
-
-
-def attainable_accuracy(rows: Sequence[dict[str, Any]]) -> float:
-    """Expected accuracy on preference rows of a judge that knows the gold reward: mean max(p, 1-p).
-
-    Labels are one Bradley-Terry draw each, so no judge can expect more.
-    """
-    best: list[float] = [
-        max(row["label_probability"], 1 - row["label_probability"]) for row in rows
-    ]
-    return sum(best) / len(best)
 
 
 def train_tokenizer(vocab_size: int = 1024) -> Any:

@@ -31,6 +31,7 @@ from common.checkpoint.checkpointer import Checkpointer
 from common.distributed import mesh
 from common.errors import UserError
 from common.forward import Policy
+from common.grpo.config import GRPOConfig
 from common.model import fsdp, optim
 from common.record import output_lock
 from common.record.jsonl import json_line, read_jsonl
@@ -462,6 +463,14 @@ def test_the_last_evaluation_counts_though_it_follows_the_last_checkpoint(tmp_pa
     saver.close()
     best = best_checkpoint.ranking(tmp_path, "eval_loss")
     assert [layout.step_of(path) for path in best] == [3, 2, 1]
+
+
+def test_the_best_by_one_reward_needs_a_function_of_the_run() -> None:
+    fields: dict[str, Any] = {"output_dir": "run", "model_name_or_path": "gpt2", "save_steps": 1}
+    fields |= {"reward_funcs": ["gold", "length"]}
+    GRPOConfig(**fields, metric_for_best_model="eval_reward/length")
+    with pytest.raises(UserError, match=r"eval_reward/ and one of \['gold', 'length'\]"):
+        GRPOConfig(**fields, metric_for_best_model="eval_reward/gsm8k")
 
 
 def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from common.evaluation import summary
 from common.rewards.functions import gold
 from common.text import synthetic
 
@@ -286,7 +287,7 @@ def test_neither_text_is_chosen_for_its_place_when_both_are_worth_the_same(pairs
 
 def test_attainable_accuracy_of_three_rows_by_hand():
     rows = [{"label_probability": p} for p in (0.9, 0.2, 0.5)]  # 0.9, 0.8 and 0.5
-    assert synthetic.attainable_accuracy(rows) == pytest.approx(2.2 / 3)
+    assert summary.attainable_accuracy(rows) == pytest.approx(2.2 / 3)
 
 
 def test_a_judge_that_knows_the_gold_reward_reaches_the_attainable_accuracy(pairs):
@@ -296,7 +297,7 @@ def test_a_judge_that_knows_the_gold_reward_reaches_the_attainable_accuracy(pair
         else row["chosen_gold"] > row["rejected_gold"]
         for row in pairs
     ]
-    attainable = synthetic.attainable_accuracy(pairs)
+    attainable = summary.attainable_accuracy(pairs)
     assert abs(sum(right) / len(right) - attainable) < 4 * math.sqrt(0.25 / len(right))
     assert 0.8 < attainable < 0.95
 
