@@ -68,7 +68,7 @@ def main(config: DPOConfig) -> None:
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
     shared_lengths = split.shorter_lengths(train_set)  # (rows,)
-    shown = data.one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
+    shown = one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
 
     # Frozen reference, which scores pairs ahead of training and can then be freed
     policy, reference = None, ReferenceScores()
@@ -156,6 +156,16 @@ def load_pairs(
     eval_set = data.load_held_out_pairs(config, config.dataset_name, vocabulary, is_trained_on=True)
     train_set = pairs_of_run(config, vocabulary, model_config, mesh, is_resumed=is_resumed)
     return train_set, eval_set
+
+
+def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example]:
+    """The first example of each of `number` prompts, for tables that show a prompt once."""
+    firsts: dict[str, Example] = {}
+    for example in examples:
+        if len(firsts) == number:
+            break
+        firsts.setdefault(example.prompt, example)
+    return list(firsts.values())
 
 
 def pair_losses(

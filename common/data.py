@@ -263,16 +263,6 @@ def micro_batches(
     return batches(groups, config, vocabulary.pad_id, num_completions)
 
 
-def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example]:
-    """The first example of each of `number` prompts, for tables that show a prompt once."""
-    firsts: dict[str, Example] = {}
-    for example in examples:
-        if len(firsts) == number:
-            break
-        firsts.setdefault(example.prompt, example)
-    return list(firsts.values())
-
-
 def row_numbers(examples: Sequence[Example]) -> torch.Tensor:
     """(rows,) int64, each example's index before rows were dropped."""
     return torch.tensor([example.row for example in examples])

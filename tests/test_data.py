@@ -37,6 +37,7 @@ from common.text.truncate import (
     split_prompt,
     truncate_prompt,
 )
+from train_dpo import one_of_each_prompt
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -369,9 +370,9 @@ def test_ids_are_those_of_each_text_alone_whatever_the_chunk(tokenizer):
 
 def test_tables_show_a_prompt_once_however_many_pairs_it_has():
     examples = [data.Example(i, p, [1], [[2], [3]], {}) for i, p in enumerate("aaabac")]
-    assert [example.row for example in data.one_of_each_prompt(examples, 2)] == [0, 3]
-    assert [example.row for example in data.one_of_each_prompt(examples, 9)] == [0, 3, 5]
-    assert data.one_of_each_prompt(examples, 0) == []
+    assert [example.row for example in one_of_each_prompt(examples, 2)] == [0, 3]
+    assert [example.row for example in one_of_each_prompt(examples, 9)] == [0, 3, 5]
+    assert one_of_each_prompt(examples, 0) == []
 
 
 def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
