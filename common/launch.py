@@ -36,8 +36,8 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     terminal.keep_printing()
     try:
         config = parse(config_class)
-        best.refuse_impossible(config)
         if isinstance(config, TrainConfig):
+            best.refuse_impossible(config)
             signals.listen(speaks=distributed.is_rank0())
         processes.die_with_launcher()
         processes.refuse_stale_store()

@@ -4,16 +4,14 @@ from pathlib import Path
 
 from common import distributed
 from common.checkpoint import layout
-from common.config.stages import CommonConfig, TrainConfig
+from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.record.glossary import is_defined
 from common.record.run_folder import read_metrics
 
 
-def refuse_impossible(config: CommonConfig) -> None:
+def refuse_impossible(config: TrainConfig) -> None:
     """Raise a UserError for a metric that no run of this stage logs, or not where it saves."""
-    if not isinstance(config, TrainConfig):
-        return
     metric, every = config.metric_for_best_model, config.eval_steps
     if not metric:
         if config.load_best_model_at_end:
