@@ -129,6 +129,24 @@ def vocabulary(
     return Vocabulary(of, of.pad_token_id if pad_id is None else pad_id, stop_ids)
 
 
+def plain_logits(lm: Any, prompt: list[int], completion: list[int]) -> Tensor:
+    """Logits (C, V) that predict the completion: transformers alone, one sequence, no padding."""
+    logits = lm(input_ids=torch.tensor([prompt + completion])).logits[0]
+    return logits[len(prompt) - 1 : -1]
+
+
+def enumerated_kl(
+    lm: Any, reference: Any, prompt: list[int], completion: list[int], temperature: float = 1.0
+) -> Tensor:
+    """KL(pi || ref) (C,) of the next-token distributions, summed over the policy's ids."""
+    num_ids = lm.config.vocab_size
+    logps, ref_logps = (
+        (plain_logits(model, prompt, completion)[:, :num_ids] / temperature).log_softmax(-1)
+        for model in (lm, reference)
+    )
+    return (logps.exp() * (logps - ref_logps)).sum(-1)
+
+
 def random_ids(length: int, *, seed: int, vocab_size: int = 61) -> list[int]:
     """Any ids, the end-of-text id 0 among them."""
     generator = torch.Generator().manual_seed(seed)

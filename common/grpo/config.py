@@ -231,7 +231,7 @@ def refuse_objective(config: GRPOConfig) -> None:
     if config.scale_rewards == "mean":
         where = "with --scale_rewards mean, which needs rewards of at least 0"
     elif config.is_multi_objective:
-        where = "with --multi_objective_aggregation normalize_then_sum: it is no objective"
+        where = "with --multi_objective_aggregation normalize_then_sum, which has no term for it"
     if where and config.overlong_buffer:
         raise config.refused("overlong_buffer", f"0 {where}")
     if where and config.kl_in == "reward":

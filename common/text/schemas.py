@@ -60,8 +60,8 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
         rows = [_with_shared_prompt(row, columns) for row in rows]
     if num_unread := sum(map(_has_unread_system, rows)):
         distributed.print_rank0(
-            f"warning: {label}: the column 'system' of {num_unread} rows is not read; docs/data.md "
-            "has a `map` that puts it first in the messages"
+            f"warning: {label}: the column 'system' of {num_unread} rows is not read; put it first "
+            "in the messages (docs/data.md)"
         )
     rows = _empty_blank_rows(rows, ("prompt", *columns), label)
     for number, row in enumerate(rows, start=1):
@@ -73,7 +73,9 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
 def _has_unread_system(row: RawRow) -> bool:
     """Whether a prompt of messages has its system message in a column, which is not read."""
     prompt: Any = row.get("prompt")
-    return is_messages(prompt) and prompt[0]["role"] != "system" and not is_blank(row.get("system"))
+    if not is_messages(prompt) or prompt[0]["role"] in ("system", "developer"):
+        return False
+    return not is_blank(row.get("system"))
 
 
 def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
@@ -161,7 +163,7 @@ def _without_repetitions(rows: list[RawRow], columns: Sequence[str], label: str)
         distributed.print_rank0(
             f"{'warning: ' if left else ''}{label}: {' and '.join(columns)} repeat the prompt in "
             f"{num_repeating} of {len(rows)} rows; it is cut from {num_cut}"
-            + (f", and trained twice in {left}" if left else "")
+            + (f", and {left} are taken as they are" if left else "")
         )
     return result
 

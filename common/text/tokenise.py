@@ -101,8 +101,10 @@ def tokenizer_threads() -> Iterator[None]:
     """Let the tokenizer use all cores; `distributed.quieten` turns its threads off."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    yield
-    os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
 
 
 def tokenize_rows(

@@ -72,9 +72,14 @@ class Measurer:
 
     def prompts(self, split: str, num_rows: int = 0) -> Sequence[Example]:
         """The first prompts of a split (0: all) as token ids."""
-        config = self.config
-        name = config.prompts_dataset_name or config.dataset_name
-        return load_examples(config, name, split, "prompts", self.vocabulary, num_rows)
+        return load_examples(
+            self.config, self.prompts_name, split, "prompts", self.vocabulary, num_rows
+        )
+
+    @property
+    def prompts_name(self) -> str:
+        """The data set of the prompts."""
+        return self.config.prompts_dataset_name or self.config.dataset_name
 
     @cached_property
     def held_out(self) -> Sequence[Example]:
@@ -83,9 +88,8 @@ class Measurer:
         Raises:
             UserError: there are too few.
         """
-        config, number = self.config, self.config.num_prompts
-        name = config.prompts_dataset_name or config.dataset_name
-        examples = self.prompts(held_out_split(config, name), number)
+        number = self.config.num_prompts
+        examples = self.prompts(held_out_split(self.config, self.prompts_name), number)
         if len(examples) < number:
             raise UserError(f"--num_prompts is {number}; {len(examples)} held-out ones are usable.")
         return examples

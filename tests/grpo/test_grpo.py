@@ -121,12 +121,6 @@ def flat_gradient(policy: Policy) -> Tensor:
     return torch.cat([p.grad.flatten().double() for p in policy.parameters() if p.grad is not None])
 
 
-def plain_logits(lm: Any, prompt: list[int], completion: list[int]) -> Tensor:
-    """Logits (C, V) that predict the completion: transformers alone, one sequence, no padding."""
-    logits = lm(input_ids=torch.tensor([prompt + completion])).logits[0]
-    return logits[len(prompt) - 1 : -1]
-
-
 # ---- what a step warns of ------------------------------------------------------------------------
 
 STOPS, GOES_ON = [True] * 6, [False] * 6
@@ -487,7 +481,7 @@ def test_one_update_is_reinforce(layout):
         for advantage, ids in zip(
             advantages, groups.rollouts.completion_ids[3 * n : 3 * n + 3], strict=True
         ):
-            logps = plain_logits(policy.lm, example.prompt_ids, ids).log_softmax(-1)
+            logps = tiny.plain_logits(policy.lm, example.prompt_ids, ids).log_softmax(-1)
             chosen = logps[torch.arange(len(ids)), torch.tensor(ids)]
             total = total - advantage * chosen.mean() / 12
     total.backward()
@@ -606,16 +600,6 @@ def test_dropped_groups_leave_the_gradient_of_the_others(aggregation: str, flags
 TEMPERATURE = 0.7
 
 
-def enumerated_kl(lm: Any, reference: Any, prompt: list[int], completion: list[int]) -> Tensor:
-    """KL(pi || ref) (C,) of the next-token distributions, summed over the policy's ids."""
-    num_ids = lm.config.vocab_size
-    logps, ref_logps = (
-        (plain_logits(model, prompt, completion)[:, :num_ids] / TEMPERATURE).log_softmax(-1)
-        for model in (lm, reference)
-    )
-    return (logps.exp() * (logps - ref_logps)).sum(-1)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, family: str):
@@ -639,7 +623,7 @@ def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, 
     rows = [(p, ids) for p, group in zip(prompts, completions, strict=True) for ids in group]
     for row, (prompt, ids) in enumerate(rows):
         with torch.no_grad():
-            expected = enumerated_kl(policy.lm, reference.lm, prompt, ids)
+            expected = tiny.enumerated_kl(policy.lm, reference.lm, prompt, ids, TEMPERATURE)
         assert expected.max() > 0.1
         torch.testing.assert_close(scores.kl[row, : len(ids)], expected, rtol=1e-4, atol=1e-4)
         assert (scores.kl[row, len(ids) :] == 0).all()
@@ -648,7 +632,7 @@ def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, 
     ours = flat_gradient(policy)
     policy.zero_grad()
     torch.stack(
-        [enumerated_kl(policy.lm, reference.lm, *row).sum() for row in rows]
+        [tiny.enumerated_kl(policy.lm, reference.lm, *row, TEMPERATURE).sum() for row in rows]
     ).sum().backward()
     expected = flat_gradient(policy)
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.norm()))
@@ -692,7 +676,12 @@ def finite_difference_agrees(policy: Policy, reference: Policy, rows: list[Any])
         with torch.no_grad():
             for p, d in zip(parameters, directions, strict=True):
                 p += sign * 1e-6 * d
-            values.append(sum(enumerated_kl(policy.lm, reference.lm, *row).sum() for row in rows))
+            values.append(
+                sum(
+                    tiny.enumerated_kl(policy.lm, reference.lm, *row, TEMPERATURE).sum()
+                    for row in rows
+                )
+            )
     torch.testing.assert_close(slope, (values[0] - values[1]) / 2e-6, rtol=1e-3, atol=1e-3)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tiny
 import torch
 from ranks import SHORT_RUN, launch, run_stages, untimed_lines
 from transformers import AutoModelForCausalLM
@@ -73,18 +74,6 @@ def test_a_name_s_flags_run(base: Path, tmp_path: Path, name: str):
     assert all(line["grad_norm"] > 0 for line in lines)
 
 
-def exact_kl(student: Any, teacher: Any, prompt: list[int], completion: list[int]) -> float:
-    """KL(student || teacher) of the completion's tokens, summed, from transformers' logits."""
-    ids = torch.tensor([prompt + completion])
-    num_ids = student.config.vocab_size
-    with torch.no_grad():
-        logps, teachers = (
-            lm(input_ids=ids).logits[0, len(prompt) - 1 : -1, :num_ids].double().log_softmax(-1)
-            for lm in (student, teacher)
-        )
-    return (logps.exp() * (logps - teachers)).sum().item()
-
-
 def test_a_student_comes_nearer_to_a_larger_teacher(base: Path, tmp_path: Path):
     flags = run_flags(base, tmp_path / "run", "grpo") | {
         "beta": 1.0,
@@ -105,7 +94,11 @@ def test_a_student_comes_nearer_to_a_larger_teacher(base: Path, tmp_path: Path):
     student, teacher = map(AutoModelForCausalLM.from_pretrained, folders)
     completions = steps[0].rollouts.completion_ids
     prompts = [e.prompt_ids for e in steps[0].examples for _ in range(4)]
-    expected = [exact_kl(student, teacher, *row) for row in zip(prompts, completions, strict=True)]
+    with torch.no_grad():
+        expected = [
+            tiny.enumerated_kl(student, teacher, *row).sum().item()
+            for row in zip(prompts, completions, strict=True)
+        ]
     kl = [line["kl"] for line in untimed_lines(tmp_path / "run")]
     assert kl[0] == pytest.approx(sum(expected) / len(expected), rel=1e-4)
     assert kl[-1] < kl[0] / 2
