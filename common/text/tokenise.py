@@ -65,35 +65,25 @@ def load_examples(
     """
     if not dataset_name or not split:
         return []
-    return shared_rows.run_once_per_host(
-        lambda: read_examples(config, dataset_name, split, kind, vocabulary, num_rows)
-    )
 
+    def read() -> list[Example]:
+        raw_rows = load_rows(
+            dataset_name, split, kind=kind, num_rows=num_rows, **options(config, dataset_name)
+        )
+        rows = [
+            row
+            for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))
+            for row in render(raw, kind, vocabulary.tokenizer, number)
+        ]
+        with tokenizer_threads():
+            examples, report = tokenize_rows(rows, vocabulary, config, split)
+        if kind == "sft":
+            report.num_conversations = len({row.number for row in rows if row.messages})
+        distributed.print_rank0(report)
+        report.refuse_lossy(config.max_dropped_fraction)
+        return examples
 
-def read_examples(
-    config: CommonConfig,
-    dataset_name: str,
-    split: str,
-    kind: str,
-    vocabulary: Vocabulary,
-    num_rows: int,
-) -> list[Example]:
-    """Read and tokenise one split in this process; see `load_examples`."""
-    raw_rows = load_rows(
-        dataset_name, split, kind=kind, num_rows=num_rows, **options(config, dataset_name)
-    )
-    rows = [
-        row
-        for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))
-        for row in render(raw, kind, vocabulary.tokenizer, number)
-    ]
-    with tokenizer_threads():
-        examples, report = tokenize_rows(rows, vocabulary, config, split)
-    if kind == "sft":
-        report.num_conversations = len({row.number for row in rows if row.messages})
-    distributed.print_rank0(report)
-    report.refuse_lossy(config.max_dropped_fraction)
-    return examples
+    return shared_rows.run_once_per_host(read)
 
 
 @contextlib.contextmanager
