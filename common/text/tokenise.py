@@ -122,29 +122,32 @@ def tokenize_rows(
     report = DataReport(split=split, num_rows=len(rows))
     examples: list[Example] = []
     boundaries: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
-    chunks = (rows[start : start + CHUNK_ROWS] for start in range(0, len(rows), CHUNK_ROWS))
-    texts = (pair for chunk in chunks for pair in _tokenize_chunk(chunk, vocabulary, config))
-    bar = progress(texts, "tokenising", len(rows))
-    for row, (prompt, completions) in zip(rows, bar, strict=True):
-        if reason := _drop_reason(row, prompt, completions):
-            report.dropped[reason] += 1
-            report.first_dropped = report.first_dropped or row.number + 1
-            continue
-        assert prompt is not None
-        report.num_prompts_truncated += prompt.is_truncated
-        report.num_completions_truncated += sum(text.is_truncated for text in completions)
-        examples.append(
-            Example(
-                row=row.number,
-                prompt=prompt.text,
-                prompt_ids=prompt.ids,
-                completions=[text.ids for text in completions],
-                columns=row.columns,
-                source=row.source,
-                messages=row.messages,
+    remaining = progress(rows, "tokenising", len(rows))
+    while chunk := list(islice(remaining, CHUNK_ROWS)):
+        prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config)
+        texts = [text for row in chunk for text in row.completions]
+        encoded = iter(tokenize_completions(texts, vocabulary, config.max_completion_length))
+        for row, prompt in zip(chunk, prompts, strict=True):
+            completions = list(islice(encoded, len(row.completions)))
+            if reason := _drop_reason(row, prompt, completions):
+                report.dropped[reason] += 1
+                report.first_dropped = report.first_dropped or row.number + 1
+                continue
+            assert prompt is not None
+            report.num_prompts_truncated += prompt.is_truncated
+            report.num_completions_truncated += sum(text.is_truncated for text in completions)
+            examples.append(
+                Example(
+                    row=row.number,
+                    prompt=prompt.text,
+                    prompt_ids=prompt.ids,
+                    completions=[text.ids for text in completions],
+                    columns=row.columns,
+                    source=row.source,
+                    messages=row.messages,
+                )
             )
-        )
-        boundaries.append([(prompt.text, completion.text) for completion in completions])
+            boundaries.append([(prompt.text, completion.text) for completion in completions])
     report.num_kept = len(examples)
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in examples])
     report.completion_lengths = _quantiles([len(c) for e in examples for c in e.completions])
@@ -158,19 +161,6 @@ def tokenize_rows(
 def typed_cue(config: CommonConfig) -> str:
     r"""The cue that a flag gives, in which `\n` is a line break."""
     return config.prompt_cue.replace("\\n", "\n")
-
-
-def _tokenize_chunk(
-    rows: Sequence[Row], vocabulary: Vocabulary, config: CommonConfig
-) -> list[tuple[_Text | None, list[_Text]]]:
-    """The prompt, None where it does not fit, and the completions of each row."""
-    prompts = _tokenize_prompts(rows, vocabulary.tokenizer, config)
-    texts = [text for row in rows for text in row.completions]
-    completions = iter(tokenize_completions(texts, vocabulary, config.max_completion_length))
-    return [
-        (prompt, list(islice(completions, len(row.completions))))
-        for prompt, row in zip(prompts, rows, strict=True)
-    ]
 
 
 def _tokenize_prompts(
