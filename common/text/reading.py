@@ -59,9 +59,9 @@ def load_rows(
     if dataset_name == "synthetic":
         from common.text import synthetic
 
-        name, share = sources.part_of(split)
-        limit = share.stop or (num_rows and (share.start or 0) + num_rows)
-        return synthetic.make_rows(kind, name, limit)[share][: num_rows or None]
+        name, row_slice = sources.parse_split(split)
+        limit = row_slice.stop or (num_rows and (row_slice.start or 0) + num_rows)
+        return synthetic.make_rows(kind, name, limit)[row_slice][: num_rows or None]
     label, unchecked = _open_split(dataset_name, split, dataset_config, dataset_revision)
     rows = list(progress(unchecked, "reading"))
     if not rows:
@@ -76,10 +76,10 @@ def _open_split(
     """The split's name in messages, and an iterator over its unchecked rows."""
     label = f"{os.path.expanduser(dataset_name)} split {split!r}"
     if files := sources.data_files(dataset_name, split):
-        share = sources.part_of(split)[1]
+        row_slice = sources.parse_split(split)[1]
         rows = (row for file in files for row in sources.read_file(file))
         label = os.fspath(files[0]) if len(files) == 1 else label
-        return label, islice(rows, share.start, share.stop)
+        return label, islice(rows, row_slice.start, row_slice.stop)
     data = sources.rows_of(dataset_name, split, config, revision)
     return label, (row for p in data.with_format("arrow").iter(1000) for row in p.to_pylist())
 

@@ -28,7 +28,7 @@ class NoSuchSplitError(UserError):
     """The data set exists, the split does not."""
 
 
-def part_of(split: str) -> tuple[str, slice]:
+def parse_split(split: str) -> tuple[str, slice]:
     """Split `name[start:end]` into the name and the slice of its rows."""
     match = re.fullmatch(r"(.*)\[(\d*):(\d*)\]", split)
     if match is None:
@@ -38,7 +38,7 @@ def part_of(split: str) -> tuple[str, slice]:
 
 def data_files(dataset_name: str, split: str) -> list[Path]:
     """The files of one split; none for a folder of `save_to_disk` and for a hub id."""
-    split, _ = part_of(split)
+    split, _ = parse_split(split)
     path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
     if is_saved(path):
         return []
@@ -185,7 +185,7 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
     if is_saved(folder := os.path.expanduser(name)):
         saved = datasets.load_from_disk(folder)
         splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-        base, rows = part_of(split)
+        base, rows = parse_split(split)
         if base not in splits:
             message = f"dataset_name {name!r} has no split {base!r}; it has {[*splits]}."
             raise NoSuchSplitError(message)

@@ -37,12 +37,12 @@ def closing_cue(prompt: str, cue: str = "") -> str:
     return prompt[len(text.removesuffix(cue).rstrip()) :] if cue and text.endswith(cue) else ""
 
 
-def split_prompt(prompt: str, own_cue: str = "") -> tuple[str, str, str]:
+def split_prompt(prompt: str, fallback_cue: str = "") -> tuple[str, str, str]:
     """Split a prompt into header, body and cue, which joined give it back.
 
     The header reaches to `POST:` (or to the end of the title where there is none, as in the
-    CNN/DailyMail rows), the cue is a closing `TL;DR:` with the white space before it, else
-    `own_cue` where the prompt ends so. Header and cue are empty where a prompt has none.
+    CNN/DailyMail rows). The cue is a closing `TL;DR:` with the white space before it, or, in a
+    prompt without one, the `fallback_cue` if the prompt ends in it. Both may be empty.
     """
     header = _HEADER_LINES.match(prompt)
     end = header.end() if header else 0
@@ -51,8 +51,8 @@ def split_prompt(prompt: str, own_cue: str = "") -> tuple[str, str, str]:
         end = post.end()
     cue = _CUE.search(prompt, end)
     start = cue.start() if cue else len(prompt)
-    if not cue and prompt[end:].endswith(own_cue):
-        start -= len(own_cue)
+    if not cue and prompt[end:].endswith(fallback_cue):
+        start -= len(fallback_cue)
     return prompt[:end], prompt[end:start], prompt[start:]
 
 
@@ -71,7 +71,7 @@ def cut_body(body: str, limit: int) -> str:
 
 
 def truncate_prompt(
-    prompt: str, tokenizer: Any, max_length: int, own_cue: str = ""
+    prompt: str, tokenizer: Any, max_length: int, fallback_cue: str = ""
 ) -> tuple[str, list[int]] | None:
     """Cut the body of a prompt that is too long; header and cue stay whole.
 
@@ -79,12 +79,12 @@ def truncate_prompt(
         prompt: Text of more than `max_length` tokens.
         tokenizer: A fast tokenizer, which knows the characters of each token.
         max_length: Tokens, header and cue included.
-        own_cue: As in `split_prompt`.
+        fallback_cue: The cue of a prompt that has no `TL;DR:`.
 
     Returns:
         The shorter prompt and its ids, at most `max_length`; None if header and cue leave no room.
     """
-    header, body, cue = split_prompt(prompt, own_cue)
+    header, body, cue = split_prompt(prompt, fallback_cue)
     encoding = tokenizer(header + body, add_special_tokens=False, verbose=False)
     budget = max_length - len(encode([cue], tokenizer)[0])
     while budget > 0:
