@@ -124,8 +124,10 @@ def main(config: GRPOConfig) -> None:
         evaluate(0)  # where curves start
     for step in run.steps():
         # 1. Sample K candidates for each of this rank's N prompts, and score every one
-        groups = sample_groups(*data.prompts(train_set, order.rows(step)))
-        groups = rollouts.replace_flat(groups, train_set, sample_groups, config, step)
+        examples, real = data.prompts(train_set, order.rows(step))
+        groups = sample_groups(examples, real)
+        if config.zero_variance == "resample":
+            groups = rollouts.replace_flat(groups, train_set, sample_groups, config, step)
         # 2. Select G of the K by rejection sampling; plan which share an update and a forward
         selected = rollouts.select(groups, config, step)
         plans = minibatches.plan_updates(selected, config, vocabulary, step)

@@ -206,14 +206,12 @@ def replace_flat(
 ) -> Groups:
     """Replace flat groups by those of fresh prompts (DAPO's dynamic sampling). Collective.
 
-    Only with `zero_variance` resample, for at most `max_resamples` rounds. The fresh rows come from
-    a permutation of the step, without the rows of the batch: neither resuming a run nor the number
-    of ranks changes which prompts are in the batch in the end.
+    For at most `max_resamples` rounds. The fresh rows come from a permutation of the step, without
+    the rows of the batch: neither resuming a run nor the number of ranks changes which prompts are
+    in the batch in the end.
 
     `sample_groups` samples and rewards prompts, of which some are filler.
     """
-    if config.zero_variance != "resample":
-        return groups
     rank, num_replaced = distributed.rank(), 0
     used = set(distributed.from_all_ranks(groups.rows[groups.real].tolist()))
     order = permutation(len(train_set), derive_seed(config.seed, "resampling"), step)

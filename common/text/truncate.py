@@ -42,7 +42,7 @@ def split_prompt(prompt: str, fallback_cue: str = "") -> tuple[str, str, str]:
 
     The header reaches to `POST:` (or to the end of the title where there is none, as in the
     CNN/DailyMail rows). The cue is a closing `TL;DR:` with the white space before it, or, in a
-    prompt without one, the `fallback_cue` if the prompt ends in it. Both may be empty.
+    prompt without one, the `fallback_cue` if it ends in that. Header and cue may be empty.
     """
     header = _HEADER_LINES.match(prompt)
     end = header.end() if header else 0
