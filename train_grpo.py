@@ -146,7 +146,8 @@ def main(config: GRPOConfig) -> None:
                 grpo_loss(policy, batch, config, watch, is_new=update.is_new).backward()
             run.update()
         watch.end_updates()
-        update_reference(moving_reference, policy, config, step)
+        if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
+            lora.mix_into(moving_reference, policy, config.ref_mixup_alpha)
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation
@@ -174,16 +175,6 @@ def load_reference(
     reference = fsdp.shard(frozen, config, mesh, moves=config.ref_update_steps > 0)
     self_checks.only_tokens_matter(reference, config, is_projected=config.has_exact_kl)
     return reference
-
-
-def update_reference(
-    reference: "Policy | AdapterReference | None", policy: Policy, config: GRPOConfig, step: int
-) -> None:
-    """Mix the policy into a moving reference, every `ref_update_steps` steps. Collective."""
-    if reference is not None and (step + 1) % config.ref_update_steps == 0:
-        from common.model import lora
-
-        lora.mix_into(reference, policy, config.ref_mixup_alpha)
 
 
 def sample_and_reward(
