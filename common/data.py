@@ -231,14 +231,6 @@ def collate(groups: Sequence[PromptGroup], layout: str, pad_id: int) -> AnyBatch
     return replace(batch, slots=torch.tensor(slots), rows=rows)
 
 
-def batches(
-    groups: Sequence[PromptGroup], config: CommonConfig, pad_id: int, num_completions: int = 1
-) -> list[AnyBatch]:
-    """Pack groups into micro-batches and collate each. Collective."""
-    packed = pack_micro_batches(groups, config, num_completions)
-    return [collate(batch, config.layout, pad_id) for batch in packed]
-
-
 def micro_batches(
     examples: Sequence[Example],
     rows: Sequence[int | None],
@@ -260,7 +252,8 @@ def micro_batches(
             groups.append(
                 PromptGroup(example.prompt_ids, example.completions, slots, row=example.row)
             )
-    return batches(groups, config, vocabulary.pad_id, num_completions)
+    packed = pack_micro_batches(groups, config, num_completions)
+    return [collate(batch, config.layout, vocabulary.pad_id) for batch in packed]
 
 
 def row_numbers(examples: Sequence[Example]) -> torch.Tensor:

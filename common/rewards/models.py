@@ -110,7 +110,9 @@ class RewardModelFunction:
                 f"{self.path!r}, which has {self.limit} positions; lower --max_prompt_length."
             )
         rewards, device = torch.zeros(len(texts)), distributed.device()
-        batches = data.batches(groups, self.config, self.tokenizer.pad_token_id or 0)
+        pad_id = self.tokenizer.pad_token_id or 0
+        packed = data.pack_micro_batches(groups, self.config)
+        batches = [data.collate(batch, self.config.layout, pad_id) for batch in packed]
         values = torch.cat([self.model(batch.to(device)) for batch in batches]).cpu()
         real = torch.cat([batch.is_real for batch in batches])
         rewards[torch.cat([batch.slots for batch in batches])[real]] = values[real]

@@ -48,7 +48,8 @@ def token_logps(
         slots = list(range(len(all_logps), len(all_logps) + len(example.completions)))
         groups += data.cut_group(example.prompt_ids, example.completions, slots, config)
         all_logps += [[] for _ in slots]
-    for batch in data.batches(groups, config, vocabulary.pad_id):
+    for packed in data.pack_micro_batches(groups, config):
+        batch = data.collate(packed, config.layout, vocabulary.pad_id)
         logps = model(batch.to(distributed.device()), temperature=temperature).token_logps.cpu()
         for row, slot in enumerate(batch.slots.tolist()):
             if batch.is_real[row]:
