@@ -317,7 +317,7 @@ def test_a_reward_that_applies_to_part_of_a_group():
     )
     by_function = {"first": rewards[0], "second": rewards[1]}
     everything = torch.ones(1, 3, dtype=torch.bool)
-    objectives = rollouts.objectives(rewards[1], by_function, everything, config)
+    objectives = rollouts.objective_rewards(rewards[1], by_function, everything, config)
     summed = objective_advantages(objectives, [1.0, 1.0])
     ours = normalise_globally(summed, everything, lambda sums: sums)
     close(ours, normalised(statistics.stdev([0.0, 1.0, 2.0])), 1e-4)

@@ -18,7 +18,7 @@ from common.data import Example
 from common.errors import EngineError
 from common.forward import Policy
 from common.grpo.config import GRPOConfig
-from common.grpo.rollouts import SelectedCandidates, objectives, rejection_options, reward
+from common.grpo.rollouts import SelectedCandidates, objective_rewards, rejection_options, reward
 from common.record.metrics import Accumulator
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def show_samples(
     scored = reward(scorer, examples, rollouts, config, step, logger.total_steps)
     scale, baseline = config.scale_rewards, config.advantage_baseline
     has_stop = rollouts.has_stop.view(scored.total.shape)
-    of_group = objectives(scored.total, scored.by_function, has_stop, config)  # (F, N, G)
+    of_group = objective_rewards(scored.total, scored.by_function, has_stop, config)  # (F, N, G)
     weights = config.objective_weights(len(of_group))
     advantages = objective_advantages(of_group, weights, scale=scale, baseline=baseline)  # (N, G)
     by_function = {name: each.flatten().tolist() for name, each in scored.by_function.items()}

@@ -107,13 +107,13 @@ def reward(
     return replace(scored, total=rewards, steps=steps)
 
 
-def objectives(
+def objective_rewards(
     total: Tensor, by_function: Mapping[str, Tensor], has_stop: Tensor, config: GRPOConfig
 ) -> Tensor:
-    """Rewards (F, N, K) that are normalised: the total (F = 1), or each function's (GDPO).
+    """Rewards (F, N, K) of the F objectives: the total (F = 1), or each function's (GDPO).
 
-    Each of GDPO's is the `missing_eos_penalty` without a stop token, and the mean of its group
-    where the function does not apply.
+    Each objective is normalised by itself. A reward of GDPO is the `missing_eos_penalty` without a
+    stop token, and the mean of its group where the function does not apply.
     """
     if not config.is_multi_objective:
         return total[None]
@@ -159,7 +159,7 @@ def select(groups: Groups, config: GRPOConfig, step: int) -> SelectedCandidates:
     indices = torch.arange(num_candidates).expand(num_prompts, -1)  # all
     if num_candidates > config.num_generations:
         indices = rejection_sample(groups.rewards, **rejection_options(groups, config, step))
-    return select_rows(groups, indices, config)
+    return gather_candidates(groups, indices, config)
 
 
 def rejection_options(groups: Groups, config: GRPOConfig, step: int) -> dict[str, Any]:
@@ -175,12 +175,12 @@ def rejection_options(groups: Groups, config: GRPOConfig, step: int) -> dict[str
     }
 
 
-def select_rows(groups: Groups, indices: Tensor, config: GRPOConfig) -> SelectedCandidates:
-    """The candidates with the indices (N, G), and which of them the loss counts."""
+def gather_candidates(groups: Groups, indices: Tensor, config: GRPOConfig) -> SelectedCandidates:
+    """Gather the candidates with the indices (N, G); mark flat groups, and what the loss counts."""
     num_prompts, num_candidates = groups.rewards.shape
     candidates = (torch.arange(num_prompts)[:, None] * num_candidates + indices).flatten()
     rollouts, rewards = groups.rollouts[candidates], groups.rewards.gather(1, indices)
-    of_baseline = objectives(groups.rewards, groups.by_function, groups.has_stop, config)
+    of_baseline = objective_rewards(groups.rewards, groups.by_function, groups.has_stop, config)
     if config.baseline == "kept":
         of_baseline = of_baseline.gather(2, indices.expand(len(of_baseline), -1, -1))
     weights = torch.tensor(config.objective_weights(len(of_baseline)))[:, None, None]

@@ -182,7 +182,7 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     config = new_config(
         num_candidates=4, layout=layout, micro_batch_size=limits[0], micro_batch_tokens=limits[1]
     )
-    own = rollouts.select_rows(groups, kept, config)
+    own = rollouts.gather_candidates(groups, kept, config)
     counted = own.counted.clone()
     counted[1, 2] = False
     own = replace(own, counted=counted)
@@ -301,7 +301,7 @@ BY_BASELINE = {  # of the candidates with rewards 9 and 2, kept of 0, 1, 2 and 9
 def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, scale: str):
     config = new_config(baseline=baseline, scale_rewards=scale, beta=0.0)
     groups = new_groups([[0.0, 1.0, 2.0, 9.0]])
-    kept = rollouts.select_rows(groups, torch.tensor([[3, 2]]), config)
+    kept = rollouts.gather_candidates(groups, torch.tensor([[3, 2]]), config)
     advantages = minibatches.advantages(kept, None, config)
     expected = torch.tensor([BY_BASELINE[baseline, scale]])
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-4)
@@ -310,7 +310,7 @@ def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, 
 @pytest.mark.parametrize(("baseline", "expected"), [("all", [False, True]), ("kept", [True, True])])
 def test_a_group_is_flat_if_all_rewards_of_its_baseline_are_equal(baseline, expected):
     groups = new_groups([[0.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
-    kept = rollouts.select_rows(
+    kept = rollouts.gather_candidates(
         groups, torch.tensor([[1, 3], [0, 1]]), new_config(baseline=baseline)
     )
     assert kept.flat.tolist() == expected
@@ -340,7 +340,7 @@ def test_each_reward_is_normalised_in_its_group_and_their_sum_over_the_batch(bas
     flags |= {"reward_weights": [1.0, 0.25], "zero_variance": "drop", "num_generations": 2}
     config = new_config(**flags, num_candidates=4, baseline=baseline)
     kept = torch.tensor([[0, 3], [2, 1], [0, 1]])
-    selected = rollouts.select_rows(groups, kept, config)
+    selected = rollouts.gather_candidates(groups, kept, config)
     assert selected.flat.tolist() == [False, False, True]
     sums = []
     for n in (0, 1):
@@ -360,10 +360,10 @@ def test_a_reward_that_does_not_apply_adds_nothing():
     config = new_config(multi_objective_aggregation="normalize_then_sum")
     by_function = {"a": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.full((1, 3), torch.nan)}
     stopped = torch.tensor([[True, True, False]])
-    both = rollouts.objectives(torch.zeros(1, 3), by_function, stopped, config)
+    both = rollouts.objective_rewards(torch.zeros(1, 3), by_function, stopped, config)
     assert both.tolist() == [[[1.0, 2.0, -1.0]], [[0.0, 0.0, 0.0]]]
     by_function["b"] = torch.tensor([[torch.nan, 4.0, torch.nan]])
-    both = rollouts.objectives(torch.zeros(1, 3), by_function, stopped, config)
+    both = rollouts.objective_rewards(torch.zeros(1, 3), by_function, stopped, config)
     assert both[1].tolist() == [[4.0, 4.0, 4.0]]
 
 
@@ -441,7 +441,7 @@ def test_step_rewards_reach_the_tokens_of_the_kept(baseline):
     rewards = [1.0, 0.0, 2.0, 1.0] if baseline == "all" else [2.0, 1.0, 1.0]
     mean, std = statistics.mean(rewards), statistics.stdev(rewards) + EPSILON
     one, two = (1.0 - mean) / std, (2.0 - mean) / std
-    found = minibatches.advantages(rollouts.select_rows(groups, kept, config), None, config)
+    found = minibatches.advantages(rollouts.gather_candidates(groups, kept, config), None, config)
     expected = torch.tensor(
         [[[one + two, one, one, one, 0.0, 0.0], [one, 0.0, 0.0, 0.0, 0.0, 0.0]]]
     )
