@@ -132,16 +132,18 @@ def main(config: GRPOConfig) -> None:
         selected = rollouts.select(groups, config, step)
         plans = minibatches.plan_updates(selected, config, vocabulary, step)
         # 3. Log-probs (N*G, C) under the reference, and under the policy before its updates
-        before = minibatches.score_before_updates(
+        before = minibatches.logps_before_updates(
             policy, reference, plans, selected, config, run.metrics
         )
         # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
         advantages = minibatches.advantages(selected, before.ref_logps, config)
         watch.record(selected, advantages, step)
         # 5. One or several updates on every minibatch
-        collated = minibatches.with_values(selected, plans, before, advantages, config)
-        check_first_rollout(policy, collated, config, step)
-        for update in minibatches.updates(collated, config, run.metrics):
+        micro_batches = minibatches.make_micro_batches(
+            selected, plans, before, advantages, config
+        )  # a list for each minibatch
+        check_first_rollout(policy, micro_batches, config, step)
+        for update in minibatches.updates(micro_batches, config, run.metrics):
             for batch in run.micro_batches(update.micro_batches, may_stop=update.is_first):
                 grpo_loss(policy, batch, config, watch, is_new=update.is_new).backward()
             run.update()
@@ -210,11 +212,12 @@ def sample_and_reward(
 
 
 def check_first_rollout(
-    policy: Policy, collated: Sequence[list[MicroBatch]], config: GRPOConfig, step: int
+    policy: Policy, micro_batches: Sequence[list[MicroBatch]], config: GRPOConfig, step: int
 ) -> None:
     """At step 0 check that sampler, trainer and a reference of equal weights agree. Collective."""
-    if config.self_check and step == 0 and collated:
-        first, is_same = collated[0][0], config.ref_model_name_or_path == config.model_name_or_path
+    if config.self_check and step == 0 and micro_batches:
+        first = micro_batches[0][0]
+        is_same = config.ref_model_name_or_path == config.model_name_or_path
         self_checks.sampler_equals_trainer(
             policy,
             first.batch,

@@ -1,8 +1,8 @@
 """From selected completions to the micro-batches of a step's updates.
 
-`plan_updates` plans which completions share an update and a forward pass, `score_before_updates`
-computes their log-probabilities, `advantages` their advantages; `with_values` makes micro-batches
-of all of it, once. Until then tensors are indexed by slot (see `rollouts`).
+`plan_updates` plans which completions share an update and a forward pass, `logps_before_updates`
+computes their log-probabilities, `advantages` their advantages; `make_micro_batches` puts all of it
+into micro-batches, once. Until then tensors are indexed by slot (see `rollouts`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -131,7 +131,7 @@ def prompt_groups(
 
 
 @torch.no_grad()
-def score_before_updates(
+def logps_before_updates(
     policy: Policy,
     reference: "Policy | AdapterReference | None",
     plans: Sequence[UpdatePlan],
@@ -243,38 +243,45 @@ def advantages_of_steps(selected: SelectedCandidates, config: GRPOConfig) -> Ten
 # ---- micro-batches -------------------------------------------------------------------------------
 
 
-def with_values(
+def make_micro_batches(
     selected: SelectedCandidates,
     plans: Sequence[UpdatePlan],
     before: OldLogps,
     advantages: Tensor,
     config: GRPOConfig,
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of every minibatch, with what is known of their completions by slot."""
+    """Make the micro-batches of every minibatch, each with the values of its completions."""
     device, ref_states = distributed.device(), iter(before.ref_states)
-    of_completion = on_device(advantages.flatten(0, 1), device)  # (N*G,) or (N*G, C)
-    sampled_logps = on_device(selected.rollouts.token_logps, device)
-    of_prompt = (selected.lengths * selected.counted).sum(1, keepdim=True)
-    of_prompt = on_device(of_prompt.expand_as(selected.counted).flatten(), device)  # (N*G,) tokens
+    advantages = on_device(advantages.flatten(0, 1), device)  # (N*G,) or (N*G, C)
+    sampled_logps = on_device(selected.rollouts.token_logps, device)  # (N*G, C)
+    prompt_tokens = (selected.lengths * selected.counted).sum(1, keepdim=True)
+    prompt_tokens = prompt_tokens.expand_as(selected.counted).flatten()
+    prompt_tokens = on_device(prompt_tokens, device)  # (N*G,), those of all completions of a prompt
+    micro_batches: list[list[MicroBatch]] = []
+    for plan in plans:
+        micro_batches.append([])
+        for batch in plan.batches:
+            denominators, values = plan.denominators, partial(values_of_batch, batch)
+            if config.aggregation == "prompt":
+                denominators = denominators._replace(num_tokens=values(prompt_tokens))
+            micro_batches[-1].append(
+                MicroBatch(
+                    batch,
+                    denominators,
+                    advantages=values(advantages),
+                    sampled_logps=values(sampled_logps),
+                    old_logps=None if before.old_logps is None else values(before.old_logps),
+                    ref_logps=None if before.ref_logps is None else values(before.ref_logps),
+                    ref_states=next(ref_states, None),
+                )
+            )
+    return micro_batches
 
-    def micro_batch(batch: AnyBatch, denominators: Denominators) -> MicroBatch:
-        def of_batch(by_slot: Tensor) -> Tensor:
-            values, mask = by_slot[batch.slots], batch.completion_mask
-            return values if values.dim() == 1 else values[:, : mask.shape[1]] * mask
 
-        if config.aggregation == "prompt":
-            denominators = denominators._replace(num_tokens=of_batch(of_prompt))
-        return MicroBatch(
-            batch,
-            denominators,
-            advantages=of_batch(of_completion),
-            sampled_logps=of_batch(sampled_logps),
-            old_logps=None if before.old_logps is None else of_batch(before.old_logps),
-            ref_logps=None if before.ref_logps is None else of_batch(before.ref_logps),
-            ref_states=next(ref_states, None),
-        )
-
-    return [[micro_batch(batch, plan.denominators) for batch in plan.batches] for plan in plans]
+def values_of_batch(batch: AnyBatch, values: Tensor) -> Tensor:
+    """A batch's rows, (B,) or (B, C), of values by slot, (N*G,) or (N*G, C); 0 at padding."""
+    values, mask = values[batch.slots], batch.completion_mask
+    return values if values.dim() == 1 else values[:, : mask.shape[1]] * mask
 
 
 def updates(

@@ -94,7 +94,7 @@ def collated(selected: SelectedCandidates, config: GRPOConfig) -> list[list[Micr
     advantages = minibatches.advantages(selected, None, config)
     plans = minibatches.plan_updates(selected, config, tiny.vocabulary(pad_id=PAD), 0)
     before = OldLogps(None, None, [])
-    return minibatches.with_values(selected, plans, before, advantages, config)
+    return minibatches.make_micro_batches(selected, plans, before, advantages, config)
 
 
 def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tensor]:
