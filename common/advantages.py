@@ -62,7 +62,7 @@ def group_advantages(
     return advantages.float()
 
 
-def objective_advantages(
+def weighted_group_advantages(
     objectives: Sequence[Tensor] | Tensor, weights: Sequence[float], **options: Any
 ) -> Tensor:
     """Weighted sum over objectives, rewards (N, G) each, of their `group_advantages`, (N, G).

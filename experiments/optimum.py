@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.advantages import EPSILON, objective_advantages
+from common.advantages import EPSILON, weighted_group_advantages
 from common.grpo.sampler_correction import off_policy_mask, sampler_drift, sampler_weights
 from common.losses import (
     aggregate,
@@ -169,7 +169,7 @@ def expected_advantages(
         objectives = [is_high, rewards - is_high]
     in_groups = [objective[groups] for objective in objectives]
     weights = [1.0] * len(objectives)
-    advantages = objective_advantages(in_groups, weights, scale=scale, baseline=baseline)[:, 0]
+    advantages = weighted_group_advantages(in_groups, weights, scale=scale, baseline=baseline)[:, 0]
     others = probabilities[groups[:, 1:]].prod(dim=1)  # chance of the rest, given the first
     if gdpo:  # the mean over the batch is 0, as it is in every group
         squares = advantages.double() ** 2 * others * probabilities[groups[:, 0]]

@@ -79,13 +79,13 @@ def test_objectives_are_normalised_one_by_one_by_hand():
     first = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     second = torch.tensor([[0.0, 1.0], [5.0, 5.0]])
     unit = 0.5 / (math.sqrt(0.5) + EPSILON)
-    ours = advantages.objective_advantages([first, second], [1.0, 1.0])
+    ours = advantages.weighted_group_advantages([first, second], [1.0, 1.0])
     close(ours, [[-2 * unit, 2 * unit], [-unit, unit]])
-    ours = advantages.objective_advantages([first, second], [1.0, 0.5])
+    ours = advantages.weighted_group_advantages([first, second], [1.0, 0.5])
     close(ours, [[-1.5 * unit, 1.5 * unit], [-unit, unit]])
     summed = advantages.group_advantages(first + second)  # GRPO tells them apart no more
     assert (summed[0] - summed[1]).abs().max() < 1e-3
-    alone = advantages.objective_advantages([REWARDS], [1.0])
+    alone = advantages.weighted_group_advantages([REWARDS], [1.0])
     assert torch.equal(alone, advantages.group_advantages(REWARDS))
 
 

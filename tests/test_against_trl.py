@@ -12,7 +12,7 @@ import trl_code
 from torch import Tensor
 
 from common import losses
-from common.advantages import group_advantages, normalise_globally, objective_advantages
+from common.advantages import group_advantages, normalise_globally, weighted_group_advantages
 from common.forward import Policy
 from common.grpo.sampler_correction import (
     SAMPLER_CORRECTIONS,
@@ -351,7 +351,7 @@ def test_gdpo():
     weights = [1.0, 0.3, -0.5]
     filled = rewards.clone()
     rewards[2, 1], filled[2, 1] = torch.nan, 0.0
-    summed = objective_advantages(filled, weights)
+    summed = weighted_group_advantages(filled, weights)
     ours = normalise_globally(summed, torch.ones_like(summed).bool(), lambda sums: sums)
     trl = trl_code.advantages(REWARDS, **by_function(rewards, weights))
     torch.testing.assert_close(ours, trl, rtol=1e-5, atol=1e-5)

@@ -24,7 +24,7 @@ from common.advantages import (
     EPSILON,
     group_advantages,
     normalise_globally,
-    objective_advantages,
+    weighted_group_advantages,
 )
 from common.forward import Policy, RewardModel
 from common.grpo import rollouts
@@ -318,7 +318,7 @@ def test_a_reward_that_applies_to_part_of_a_group():
     by_function = {"first": rewards[0], "second": rewards[1]}
     everything = torch.ones(1, 3, dtype=torch.bool)
     objectives = rollouts.objective_rewards(rewards[1], by_function, everything, config)
-    summed = objective_advantages(objectives, [1.0, 1.0])
+    summed = weighted_group_advantages(objectives, [1.0, 1.0])
     ours = normalise_globally(summed, everything, lambda sums: sums)
     close(ours, normalised(statistics.stdev([0.0, 1.0, 2.0])), 1e-4)
     settings = {

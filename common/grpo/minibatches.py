@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common import data, distributed
-from common.advantages import normalise_globally, objective_advantages, step_advantages
+from common.advantages import normalise_globally, step_advantages, weighted_group_advantages
 from common.forward import Policy, ReferenceStates
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates
@@ -199,27 +199,26 @@ def advantages(
     group: relative to the mean of all candidates their advantages are positive on average, relative
     to the mean of the selected ones they are not. `ref_logps` (N*G, C) are for a KL in the reward.
     """
-    groups, in_reward = selected.groups, config.beta > 0 and config.kl_in == "reward"
-    if groups.steps:
+    if selected.groups.steps:
         return advantages_of_steps(selected, config)
-    relative = partial(
-        objective_advantages,
-        weights=config.objective_weights(len(selected.of_baseline)),
-        scale=config.scale_rewards,
-        baseline=config.advantage_baseline,  # of all or of the selected: `config.baseline`, below
-        counted=selected.counted.any(1),
-        all_reduce=distributed.all_reduce_sum,
-    )
-    if in_reward:
+    objectives = selected.of_baseline  # (F, N, G), or with baseline all (F, N, K)
+    if config.beta > 0 and config.kl_in == "reward":
         # k1, log-probability under sampler minus reference: PPO's (Ziegler et al. 2019, eq. 2)
         assert ref_logps is not None, "the reference comes first"
         gaps = selected.rollouts.token_logps - ref_logps.cpu()  # (N*G, C)
         of_completion = (gaps * selected.rollouts.mask).sum(1)  # (N*G,) nats
         kl = of_completion.view(selected.rewards.shape) * selected.counted  # (N, G)
-        values = relative([selected.rewards - config.beta * kl])
-    else:
-        values = relative(selected.of_baseline)
-        values = values.gather(1, selected.indices) if config.baseline == "all" else values
+        objectives = (selected.rewards - config.beta * kl)[None]
+    values = weighted_group_advantages(
+        objectives,
+        config.objective_weights(len(objectives)),
+        scale=config.scale_rewards,
+        baseline=config.advantage_baseline,
+        counted=selected.counted.any(1),
+        all_reduce=distributed.all_reduce_sum,
+    )
+    if config.baseline == "all":
+        values = values.gather(1, selected.indices)  # (N, G)
     if config.normalize_globally or config.is_multi_objective:
         values = normalise_globally(values, selected.counted, distributed.all_reduce_sum)
     return values

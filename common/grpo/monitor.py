@@ -12,7 +12,7 @@ from common.advantages import (
     effective_sample_size,
     eos_penalty,
     num_candidates_seen,
-    objective_advantages,
+    weighted_group_advantages,
 )
 from common.data import Example
 from common.errors import EngineError
@@ -65,7 +65,9 @@ def show_samples(
     has_stop = rollouts.has_stop.view(scored.total.shape)
     of_group = objective_rewards(scored.total, scored.by_function, has_stop, config)  # (F, N, G)
     weights = config.objective_weights(len(of_group))
-    advantages = objective_advantages(of_group, weights, scale=scale, baseline=baseline)  # (N, G)
+    advantages = weighted_group_advantages(
+        of_group, weights, scale=scale, baseline=baseline
+    )  # (N, G)
     by_function = {name: each.flatten().tolist() for name, each in scored.by_function.items()}
     columns: dict[str, list[Any]] = {
         "reward": scored.total.flatten().tolist(),
