@@ -147,25 +147,19 @@ class Sampler:
         The noise depends on the prompts' row numbers and on the `step` of the run; for the other
         arguments see `Settings`. `report` is called with a text for a progress bar.
         """
-        config, stop_ids, pad_id = self.config, self.vocabulary.stop_ids, self.vocabulary.pad_id
+        config, max_length = self.config, self.config.max_completion_length
         settings = Settings(
-            stop_ids, pad_id, config.layout, temperature, top_k, top_p, config.cuda_graphs
+            stop_ids=self.vocabulary.stop_ids,
+            pad_id=self.vocabulary.pad_id,
+            layout=config.layout,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            cuda_graphs=config.cuda_graphs,
         )
-        seed = noise.derive_seed(self.config.seed, "sampling", step)
-        return self.generate(examples, num_samples, settings, seed, report)
-
-    def generate(
-        self,
-        examples: Sequence[Example],
-        num_samples: int,
-        settings: Settings,
-        seed: int,  # of the step
-        report: Callable[[str], object],
-    ) -> Rollouts:
-        """The completions that `sample` returns, which an engine overrides. Collective at first."""
-        max_length = self.config.max_completion_length
+        seed = noise.derive_seed(config.seed, "sampling", step)
         longest = max((len(example.prompt_ids) for example in examples), default=0)
-        num_prompts, count = decoded_at_once(longest, num_samples, self.config)
+        num_prompts, count = decoded_at_once(longest, num_samples, config)
         batches = [Rollouts.blank(0, max_length).tensors]
 
         def report_position(title: str, position: int) -> None:

@@ -6,7 +6,7 @@ batches that depend on when requests arrive.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
@@ -18,7 +18,6 @@ from torch import nn
 from common import distributed, noise
 from common.data import Example, row_numbers
 from common.errors import EngineError
-from common.sampling.decode import Settings
 from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.config import EngineConfig
 from common.sampling.vllm.server import Server
@@ -60,15 +59,18 @@ class EngineSampler(Sampler):
                 self.send = sender(self.server, self.weights)
 
     @torch.no_grad()
-    def generate(
+    def sample(
         self,
         examples: Sequence[Example],
-        num_samples: int,
-        settings: Settings,
-        seed: int,
-        report: Callable[[str], object],
+        *,
+        num_samples: int = 1,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        step: int = 0,
+        report: Callable[[str], object] = lambda text: None,
     ) -> Rollouts:
-        """Sample with the noise of a `seed`; see `sample`. Collective at its start and its end.
+        """As `Sampler.sample`. Collective at its start and its end.
 
         Raises:
             EngineError: the server is gone, or its answers are no completions; on every rank.
@@ -77,6 +79,8 @@ class EngineSampler(Sampler):
             with together():
                 self.update_weights()
         with together():
+            settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+            seed = noise.derive_seed(self.config.seed, "sampling", step)
             drawn = self.request_completions(examples, num_samples, settings, seed, report)
         ids, logps = [ids for ids, _ in drawn], [logps for _, logps in drawn]
         stops = [completion[-1] in self.vocabulary.stop_ids for completion in ids]
@@ -101,20 +105,18 @@ class EngineSampler(Sampler):
         self,
         examples: Sequence[Example],
         num_samples: int,
-        settings: Settings,
+        settings: Mapping[str, float],  # temperature, top_k, top_p
         seed: int,
         report: Callable[[str], object],
     ) -> list[Completion]:
         """B completions, prompt-major: requests for some samples of a prompt, several at a time."""
         # At temperature 0 all samples of a prompt are the same: one is asked for, and repeated.
-        num_distinct = num_samples if settings.temperature > 0 else 1
+        num_distinct = num_samples if settings["temperature"] > 0 else 1
         at_once = self.config.generation_batch_size  # completions
         per_request = min(num_distinct, at_once)
         seeds = noise.hash_counters(seed, row_numbers(examples)).bitwise_and(SEEDS).tolist()  # (N,)
         params = {
-            "temperature": settings.temperature,
-            "top_k": settings.top_k,
-            "top_p": settings.top_p,
+            **settings,
             "max_tokens": self.config.max_completion_length,
             "stop_token_ids": list(self.vocabulary.stop_ids),
             "ignore_eos": True,
