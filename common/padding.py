@@ -166,6 +166,10 @@ def padded_batch(
     )
 
 
+KeysByLayer = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values of every layer, by its number."""
+
+
 @dataclass
 class Layout:
     """Columns of the tokens of a `SharedPrefixBatch`, for attention.
@@ -185,8 +189,8 @@ class Layout:
         branch_owner: (R,) int64, the prompt of each branch.
         tail: (S,) int64, the columns of all tails.
         longest: Tokens of the longest prompt with a completion.
-        kept: If given, takes every layer's keys and values, (1, H, T, d) each, by its number.
-        worked_out: Index tensors that attention derives from the columns, for all layers. No
+        keys_by_layer: If given, every layer puts its keys and values in it, (1, H, T, d) each.
+        index_cache: Index tensors that attention derives from the columns, for all layers. No
             container, of which FSDP would give each layer a copy.
     """
 
@@ -196,14 +200,14 @@ class Layout:
     branch_owner: Tensor
     tail: Tensor
     longest: int
-    kept: dict[int, tuple[Tensor, Tensor]] | None = None
-    worked_out: Any = field(default_factory=lambda: SimpleNamespace(gathers={}))
+    keys_by_layer: KeysByLayer | None = None
+    index_cache: Any = field(default_factory=lambda: SimpleNamespace(gathers={}))
 
     def to(self, device: torch.device | str) -> "Layout":
         """Copy to a device."""
         names = ("branch_index", "branch_mask", "branch_owner", "tail")
         moved = {name: on_device(getattr(self, name), device) for name in names}
-        return replace(self, **moved, worked_out=SimpleNamespace(gathers={}))
+        return replace(self, **moved, index_cache=SimpleNamespace(gathers={}))
 
 
 @dataclass

@@ -81,7 +81,7 @@ class Gathers(NamedTuple):
     @classmethod
     def of(cls, layout: Layout, is_tail: bool, dtype: torch.dtype) -> "Gathers":
         """Made once per batch, not in every layer; no size waits for the device."""
-        cache = layout.worked_out.gathers
+        cache = layout.index_cache.gathers
         if (is_tail, dtype) in cache:
             cached: Gathers = cache[is_tail, dtype]
             return cached

@@ -202,8 +202,8 @@ def attend_by_layout(
         return output.transpose(1, 2)
     whole = layout.layout if isinstance(layout, LastLayer) else layout
     is_tail = isinstance(layout, LastLayer) and layout.keys is not None
-    if whole.kept is not None and not is_tail:
-        whole.kept[int(module.layer_idx)] = key, value  # type: ignore[arg-type]
+    if whole.keys_by_layer is not None and not is_tail:
+        whole.keys_by_layer[int(module.layer_idx)] = key, value  # type: ignore[arg-type]
     if isinstance(layout, LastLayer):
         if layout.keys is None:
             layout.keys = key, value  # the first of its two passes computes only these

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from common.errors import UserError, gist
 from common.model import shared_prefix
 from common.model.shared_attention import ranges, to_branches
-from common.padding import Layout, on_device, shared_prefix_batch
+from common.padding import KeysByLayer, Layout, on_device, shared_prefix_batch
 
 FIRST_WIDTH = 64  # keys of a sample that are read at first; doubled when they are full
 
@@ -37,11 +37,11 @@ class SharedDecoder:
         positions = lengths.repeat_interleave(num_samples)
         self.positions = on_device(positions, device)  # (B',) of the next token
         self.cache = DecodingCache(packed.layout, num_samples, max_length, device)
-        packed.layout.kept = {}
+        packed.layout.keys_by_layer = {}
         hidden = shared_prefix.last_hidden_states(
             lm, packed.input_ids, packed.position_ids, packed.layout
         )[0]  # (T, D)
-        self.cache.take_prompts(packed.layout.kept)
+        self.cache.take_prompts(packed.layout.keys_by_layer)
         last = on_device(lengths.cumsum(0) - 1, device)  # (N,)
         logits = lm.get_output_embeddings()(hidden[last])  # (N, V)
         self.logits = logits.repeat_interleave(num_samples, 0)
@@ -147,8 +147,8 @@ class DecodingCache:
         self.rows = torch.arange(len(prompts.trunks) * num_samples)
         self.num_samples = num_samples
         self.bias: Tensor | None = None  # (B', 1, 1, P + C) of scores, -inf where there is no key
-        self.prompt_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (N, H', P, d) each
-        self.sample_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (B', H', C, d) each
+        self.prompt_keys: KeysByLayer = {}  # (N, H', P, d) each
+        self.sample_keys: KeysByLayer = {}  # (B', H', C, d) each
         self._place_rows()
 
     def grow(self) -> bool:
@@ -196,14 +196,14 @@ class DecodingCache:
             fillers[places] = torch.arange(len(owners))
             self.places, self.fillers = (on_device(x, self.index.device) for x in (places, fillers))
 
-    def take_prompts(self, kept: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Take the prompts' keys and values (1, H', T, d) by layer, as the prefill left them."""
+    def take_prompts(self, keys_by_layer: KeysByLayer) -> None:
+        """Take the prompts' keys and values, (1, H', T, d) each, as the prefill left them."""
         if self.is_padded or self.is_fixed:
             is_hidden = nn.functional.pad(~self.mask, (0, self.max_length), value=True)
             bias = torch.zeros(is_hidden.shape, device=is_hidden.device)
             bias = bias.masked_fill(is_hidden, float("-inf"))[:, None, None]
             self.bias = bias.repeat_interleave(self.num_samples, 0)
-        for layer, (key, value) in kept.items():
+        for layer, (key, value) in keys_by_layer.items():
             # Contiguous: a batched product would copy them all for every token that is drawn.
             keys, values = (to_branches(x, self.index).contiguous() for x in (key, value))
             self.prompt_keys[layer] = keys, values
