@@ -28,7 +28,7 @@ from common.data import (
     num_tokens,
     pack_micro_batches,
 )
-from common.evaluation.split import distinct
+from common.evaluation.split import distinct_completions
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -294,7 +294,7 @@ def test_evaluation_scores_every_completion_of_a_prompt_once(config):
     examples = tiny.ragged_examples([(1 + 5 * i % 13, 1 + i % 4, 3, 1) for i in range(9)])
     swapped = [examples[3].completions[k] for k in (2, 0)]
     examples[8] = replace(examples[3], completions=[examples[8].completions[0], *swapped])
-    groups, first = distinct(examples, config)
+    groups, first = distinct_completions(examples, config)
     slots = [slot for group in groups for slot in group.slots]
     for group in groups:
         own = [divmod(slot, 3) for slot in group.slots]

@@ -45,7 +45,7 @@ def score_examples(
     """
     from common.record.terminal import progress_bar
 
-    groups, first = distinct(examples, config)
+    groups, first_slots = distinct_completions(examples, config)
     packed = data.pack_micro_batches(groups[distributed.rank() :: distributed.world_size()], config)
     bar = progress_bar(title, len(packed), unit="batch", active=distributed.is_rank0())
 
@@ -55,8 +55,8 @@ def score_examples(
             yield data.collate(batch, config.layout, vocabulary.pad_id)
         bar.close()
 
-    scores = score_batches(model, batches(), len(first), score)[first]
-    by_example: Tensor = scores.unflatten(0, (-1, len(examples[0].completions)))
+    scores = score_batches(model, batches(), len(first_slots), score)  # by slot
+    by_example: Tensor = scores[first_slots].unflatten(0, (-1, len(examples[0].completions)))
     return by_example
 
 
@@ -87,27 +87,27 @@ def score_batches(
     return total
 
 
-def distinct(
+def distinct_completions(
     examples: Sequence[Example], config: CommonConfig
 ) -> tuple[list[PromptGroup], list[int]]:
     """Every different completion of a prompt once, the longest first.
 
     Returns:
         The groups, in which completion k of row n has the slot n * K + k, n the first row with it;
-        and for each slot of all N * K that of the same completion.
+        and for each of the N * K slots the first slot with the same prompt and completion.
     """
     num_completions = len(examples[0].completions)
-    first = list(range(len(examples) * num_completions))
+    first_slots = list(range(len(examples) * num_completions))
     by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}  # slots by completion
     for row, example in enumerate(examples):
         slots = by_prompt.setdefault(tuple(example.prompt_ids), {})
         for slot, ids in enumerate(example.completions, row * num_completions):
-            first[slot] = slots.setdefault(tuple(ids), slot)
+            first_slots[slot] = slots.setdefault(tuple(ids), slot)
     groups = []
     for prompt_ids, slots in by_prompt.items():
         completions = [list(ids) for ids in slots]
         groups += data.cut_group(list(prompt_ids), completions, list(slots.values()), config)
-    return sorted(groups, key=lambda group: -data.cost([group], "shared_prefix")), first
+    return sorted(groups, key=lambda group: -data.cost([group], "shared_prefix")), first_slots
 
 
 def mean_sft_loss(
