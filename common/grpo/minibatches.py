@@ -147,18 +147,18 @@ def logps_before_updates(
     with metrics.timed("reference_seconds"):
         if reference:
             scores = [reference(batch, temperature=at, with_hidden=exact) for batch in batches]
-            ref_logps = by_slot(selected, batches, [each.token_logps for each in scores])
+            ref_logps = values_by_slot(selected, batches, [each.token_logps for each in scores])
             if exact:
                 num_ids = policy.lm.config.get_text_config().vocab_size
                 head = reference_head(reference, config, num_ids)
                 ref_states = [ReferenceStates(each.hidden, head) for each in scores]
         if config.num_updates > 1:
             logps = [policy(batch, temperature=at).token_logps for batch in batches]
-            old_logps = by_slot(selected, batches, logps)
+            old_logps = values_by_slot(selected, batches, logps)
     return OldLogps(ref_logps, old_logps, ref_states)
 
 
-def by_slot(
+def values_by_slot(
     selected: SelectedCandidates, batches: Sequence[AnyBatch], values: Sequence[Tensor]
 ) -> Tensor:
     """Values (B, C) of each batch's tokens as (N*G, C) on the device; 0 where there is none."""

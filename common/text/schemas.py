@@ -56,7 +56,7 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
     columns = COMPLETION_COLUMNS[kind]
     rows = [_from_messages(row, columns) for row in rows]
     if columns:
-        rows = _without_repetitions(rows, columns, label)
+        rows = _cut_repeated_prompts(rows, columns, label)
         rows = [_with_shared_prompt(row, columns) for row in rows]
     if num_unread := sum(map(_has_unread_system, rows)):
         distributed.print_rank0(
@@ -142,14 +142,14 @@ def _empty_blank_rows(rows: list[RawRow], columns: Sequence[str], label: str) ->
     return [empty.get(i, row) for i, row in enumerate(rows)]
 
 
-def _without_repetitions(rows: list[RawRow], columns: Sequence[str], label: str) -> list[RawRow]:
+def _cut_repeated_prompts(rows: list[RawRow], columns: Sequence[str], label: str) -> list[RawRow]:
     """Cut the prompt from completions that repeat it, and print in how many rows.
 
     Rows of TRL with an implicit prompt may have a `prompt` column too; in UltraFeedback it is text
     and the completions are messages. Such rows would be trained with the prompt twice. Texts are
     cut only if all rows are so: a completion may begin like its short prompt by chance.
     """
-    cut = [_without_repetition(row, columns) for row in rows]
+    cut = [_cut_repeated_prompt(row, columns) for row in rows]
     all_repeat = all(
         new or _blank_column(row, ("prompt", *columns)) for row, new in zip(rows, cut, strict=True)
     )
@@ -168,7 +168,7 @@ def _without_repetitions(rows: list[RawRow], columns: Sequence[str], label: str)
     return result
 
 
-def _without_repetition(row: RawRow, columns: Sequence[str]) -> RawRow | None:
+def _cut_repeated_prompt(row: RawRow, columns: Sequence[str]) -> RawRow | None:
     """Cut the prompt from the completions of a row; None unless all of them repeat it.
 
     Messages that have the prompt's text in an earlier turn keep it, and the column `prompt` goes.

@@ -204,7 +204,7 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
             found.add((n, g))
     assert found == {(n, g) for n in (0, 1, 3) for g in range(3)} - {(1, 2)}
     batches = [part.batch for part in micro_batches]
-    again = minibatches.by_slot(own, batches, [part.sampled_logps for part in micro_batches])
+    again = minibatches.values_by_slot(own, batches, [part.sampled_logps for part in micro_batches])
     expected = own.rollouts.token_logps * counted.view(-1, 1)
     torch.testing.assert_close(again.cpu(), expected, rtol=0, atol=0)
 
