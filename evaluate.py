@@ -59,7 +59,7 @@ def main(config: EvaluateConfig) -> None:
     policy_configs = read_policy_configs(policies, vocabulary, config)
     run_rewards = {path: runs.reward_of_run(path) for path in policies}
     rewards, comparing = find_judges(policies, vocabulary, config)
-    names, models = rewards.short, list(rewards.reward_models)
+    names, models = rewards.short_names, list(rewards.reward_models)
     rows = load_data(config, vocabulary, rewards)
     config = replace(config, score_pairs=bool(rows.pairs), dataset_test_split=rows.split)
     table = PairScores(records.describe_pairs(rows.pairs, rows.dataset, rows.split))
@@ -70,7 +70,8 @@ def main(config: EvaluateConfig) -> None:
     # Score pairs with the reward models
     first = [path for path in policies[:1] if path in config.policies]  # in the order of a chain
     evaluated = dict.fromkeys([*first, *models, *config.policies])
-    main_scores = {path: names[path] for path in evaluated}  # names in `table`, of the main table
+    # Name in `table` of the scores by which the report's first table judges a system
+    score_names = {path: names[path] for path in evaluated}
     for path, function in rewards.reward_models.items() if rows.pairs else ():
         scores = measure.reward_scores(function, rows.pairs, vocabulary, config)
         table.add({names[path]: scores.numpy()})
@@ -89,7 +90,7 @@ def main(config: EvaluateConfig) -> None:
                     policy, logps, reference, scored, run_rewards[path], config, vocabulary
                 )
                 table.add({f"{names[path]} {kind}": each for kind, each in by_kind.items()})
-                main_scores[path] = f"{names[path]} {next(iter(by_kind))}"
+                score_names[path] = f"{names[path]} {next(iter(by_kind))}"
         if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing
             reference = Reference(policy, logps)
         write_records(table, records.collect(rows.prompts, generations), config)
@@ -119,8 +120,8 @@ def main(config: EvaluateConfig) -> None:
         num_generations=config.num_generations,
         attainable_accuracy=summary.attainable_accuracy(table.pairs),
         systems=[
-            summary.describe_system(path, scores, names, models, comparison, prompt_records)
-            for path, scores in main_scores.items()
+            summary.describe_system(path, score_name, names, models, comparison, prompt_records)
+            for path, score_name in score_names.items()
         ],
         comparison=comparison,
         reference_completions=summary.summarise(prompt_records, records.REFERENCE),
@@ -159,7 +160,7 @@ def find_judges(
     comparing = {path: load_from_file(path, "--judge_funcs") for path in config.judge_funcs}
     judging = [*config.reward_models, *config.reward_funcs]
     rewards = RewardFunctions.find(judging, [], vocabulary, config, [*policies, *comparing])
-    return rewards, {rewards.short[path]: judge for path, judge in comparing.items()}
+    return rewards, {rewards.short_names[path]: judge for path, judge in comparing.items()}
 
 
 def load_policy(path: str, policy_config: Any, config: EvaluateConfig, mesh: Any) -> Policy:

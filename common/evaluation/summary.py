@@ -212,7 +212,7 @@ def check_rates(records: Sequence[PromptRecord], name: str, judge: str) -> dict[
 
 def describe_system(
     path: str,
-    scores: str,
+    score_name: str,
     names: Mapping[str, str],
     reward_models: Sequence[str],
     comparison: Mapping[str, Any] | None,
@@ -225,7 +225,7 @@ def describe_system(
 
     Args:
         path: Of its model.
-        scores: The name in the comparison of the scores that its accuracy is of.
+        score_name: Name in the comparison of the scores that its accuracy is of.
         names: Names of systems and judges by path.
         reward_models: Paths.
         comparison: As `compare`, if there are pairs.
@@ -238,8 +238,8 @@ def describe_system(
         "name": name,
         "kind": "reward_model" if path in reward_models else "policy",
         "path": path,
-        "scored_by": scores.removeprefix(name).replace("_", " ").strip() or "reward",
-        "accuracy": compared.get(scores),
+        "scored_by": score_name.removeprefix(name).replace("_", " ").strip() or "reward",
+        "accuracy": compared.get(score_name),
         "minutes": cost.get("elapsed_minutes"),
         "peak_memory_gb": cost.get("peak_memory_gb"),
     }

@@ -127,7 +127,7 @@ class RewardFunctions:
         self.functions = dict(functions)
         self.weights = list(weights)
         self.vocabulary = vocabulary
-        self.short = short_names([*functions, *other_names])  # by name
+        self.short_names = short_names([*functions, *other_names])  # by name
 
     @classmethod
     def find(
@@ -310,7 +310,7 @@ class RewardFunctions:
                     has_steps |= weight != 0 and isinstance(reward, list | tuple)
             total += weight * rewards.nan_to_num(0.0)
             applies |= ~rewards.isnan()
-            by_function[self.short[name]] = rewards
+            by_function[self.short_names[name]] = rewards
         if not applies.all():
             row = int((~applies).nonzero()[0])
             raise UserError(
@@ -331,7 +331,7 @@ class RewardFunctions:
                 title = f"`answer` of reward function {name!r}"
                 arguments = {"completions": completions}
                 values = call_once(answer, arguments, len(completions), title, "answers")
-                answers[self.short[name]] = [None if v is None else str(v) for v in values]
+                answers[self.short_names[name]] = [None if v is None else str(v) for v in values]
         return answers
 
 

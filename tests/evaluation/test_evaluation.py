@@ -372,7 +372,7 @@ def test_a_scorer_sums_weighted_functions_prompt_by_prompt(reward_folder, tmp_pa
     total, by_function = scored.total, scored.by_function
 
     model_name = reward_folder.parent.name
-    assert list(scorer.short.values()) == list(by_function) == [model_name, "judge"]
+    assert list(scorer.short_names.values()) == list(by_function) == [model_name, "judge"]
     prompt_ids = [PROMPTS[i].prompt_ids for i in (0, 0, 1, 1)]
     rewards = torch.tensor(plain_rewards(prompt_ids, ROLLOUTS.completion_ids)).view(2, 2)
     torch.testing.assert_close(by_function[model_name], rewards, rtol=0, atol=1e-5)
