@@ -61,7 +61,7 @@ class Run:
         self.vocabulary = vocabulary
         self.model_folder = Path(config.output_dir) / "model"  # the exported model
         self.batches: Sequence[Any] = []  # of the current update
-        settings: dict[str, bytes] = {}
+        settings: dict[str, bytes] = {}  # the exported folder's files but the weights, by name
         if distributed.is_rank0():
             settings = hf_folder.settings_of(module.lm, vocabulary, config)
         self.checkpointer = Checkpointer(

@@ -7,7 +7,7 @@ from typing import Any
 
 from common import distributed
 from common.checkpoint import layout
-from common.config.stages import MODELS, TrainConfig
+from common.config.stages import MODEL_FOLDERS, TrainConfig
 from common.errors import UserError
 from common.record.run_folder import ENVIRONMENT, read_config
 from common.shutdown import signals
@@ -46,7 +46,7 @@ def find(config: TrainConfig) -> Path | None:
             f"no checkpoint in {config.output_dir} is whole; --resume_from_checkpoint none starts "
             "anew."
         )
-    if distributed.is_rank0() and (differences := of_other_model(config)):
+    if distributed.is_rank0() and (differences := differences_to_finished_model(config)):
         raise UserError(
             f"{Path(config.output_dir) / 'model'} is of another run: {'; '.join(differences)}; "
             "give the same values to make it again, another --output_dir, or "
@@ -106,7 +106,7 @@ def is_finished(config: TrainConfig) -> bool:
     return not changed_fields(saved, config)
 
 
-def of_other_model(config: TrainConfig) -> list[str]:
+def differences_to_finished_model(config: TrainConfig) -> list[str]:
     """Differences to the run of a finished model in `output_dir`; empty without one."""
     output_dir = Path(config.output_dir)
     saved = read_config(output_dir) if has_model(output_dir) else {}
@@ -115,12 +115,13 @@ def of_other_model(config: TrainConfig) -> list[str]:
 
 def set_aside_other_model(config: TrainConfig) -> None:
     """Rename a finished model of another config, so that it is not taken for this run's."""
-    if not of_other_model(config):
+    if not differences_to_finished_model(config):
         return
-    for name in MODELS:
+    for name in MODEL_FOLDERS:
         place = (Path(config.output_dir) / name).resolve()
         if place.is_dir():
-            layout.discard(before := place.with_name(f"{place.name}.before"))
+            before = place.with_name(f"{place.name}.before")
+            layout.discard(before)  # of a still earlier run
             place.rename(before)
             print(f"the {name} of another run is in {before} now", flush=True)
 

@@ -15,7 +15,7 @@ from common.config import flags
 from common.config.flags import flag, free_flag, path_flag, values_of
 from common.errors import UserError
 
-MODELS = ("model", "adapter")  # folders of a run; one may be a link to another disk
+MODEL_FOLDERS = ("model", "adapter")  # folders of a run; one may be a link to another disk
 
 
 @dataclass
@@ -84,7 +84,8 @@ class TrainConfig(
 
     def refuse_own_output(self) -> None:
         """Refuse an input that this run would replace: resuming reads it again."""
-        written = {Path(self.output_dir, name).resolve() for name in (*MODELS, "checkpoints")}
+        folders = (*MODEL_FOLDERS, "checkpoints")
+        written = {Path(self.output_dir, name).resolve() for name in folders}
         for f in dataclasses.fields(self):
             is_read = f.metadata["is_path"] and f.name != "resume_from_checkpoint"
             for name in values_of(self, f) if is_read else []:

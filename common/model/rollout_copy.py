@@ -37,7 +37,7 @@ class RolloutCopy:
     @contextmanager
     def gathered(self, policy: nn.Module) -> Iterator[nn.Module]:
         """Fill the copy from `policy`, the module around the source. Collective on entry."""
-        fsdp.reshard(policy)
+        fsdp.reshard(policy)  # so that every parameter is a shard, which `whole` gathers
         whole = whole_weights(self.source)
         set_parameters(self.lm, lambda name, target: whole(name, target.dtype))
         head = self.lm.get_output_embeddings()

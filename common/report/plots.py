@@ -142,13 +142,13 @@ def number(value: Any) -> float:
 
 
 def recorded_line(records: Records, name: str) -> Line:
-    """The curve of a metric, with its intervals if it has some."""
+    """The curve of a metric over the steps, with its 95% intervals if they were recorded."""
     records = [record for record in records if name in record]
     steps, values = series(records, name)
     low, high = ([number(record.get(end)) for record in records] for end in ends_of(name))
     if not np.isfinite([low, high]).any():
         low, high = [], []
-    return Line(name, steps, values, name.startswith(EXACT), low, high)
+    return Line(name, steps, values, exact=name.startswith(EXACT), low=low, high=high)
 
 
 def curve_panels(records: Records) -> list[Panel]:

@@ -124,7 +124,7 @@ class RewardModelFunction:
         from common.text.chat import TurnEnd, render
 
         if not self.reads_ids(is_chat=True):
-            render({"prompt": messages}, "prompts", self.tokenizer)
+            render({"prompt": messages}, "prompts", self.tokenizer)  # which raises one
             return
         end = len(TurnEnd(messages, self.policy_tokenizer).ids)
         prompt, answer = self.config.max_prompt_length, self.config.max_completion_length

@@ -96,7 +96,11 @@ class Rollouts:
 
 
 def uniforms(seed: int, rows: Tensor, samples: range, max_length: int) -> Tensor:
-    """The noise (N*K, C, 2) of `decode`: samples K by their numbers, N prompts by rows (N,)."""
+    """Uniform numbers (N*K, C, 2) by which `decode` draws K samples of N prompts.
+
+    Each is a hash of the seed, the prompt's row of the data set (N,), the number of the sample and
+    the position of the token.
+    """
     return noise.uniform(
         seed,
         rows.repeat_interleave(len(samples))[:, None, None],
