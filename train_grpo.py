@@ -249,11 +249,11 @@ def policy_term(
         "ratio_level": config.ratio_level,
     }
     temperatures = (config.sapo_temperature_pos, config.sapo_temperature_neg)
-    behind = sampled_logps if config.policy_objective == "dppo" else old_logps
+    denominator_logps = sampled_logps if config.policy_objective == "dppo" else old_logps
     per_token = policy_loss(
-        logps, behind, advantages, mask, temperatures=temperatures, **options
+        logps, denominator_logps, advantages, mask, temperatures=temperatures, **options
     )  # (B, C)
-    is_clipped = clipped_tokens(logps, behind, advantages, mask, **options)
+    is_clipped = clipped_tokens(logps, denominator_logps, advantages, mask, **options)
     watch.metrics.add("clip_fraction", is_clipped.sum(), num_tokens)
     if config.off_policy_mask_threshold > 0:
         threshold = config.off_policy_mask_threshold

@@ -201,7 +201,7 @@ def advantages(
     """
     if selected.groups.steps:
         return advantages_of_steps(selected, config)
-    objectives = selected.of_baseline  # (F, N, G), or with baseline all (F, N, K)
+    objectives = selected.objectives  # (F, N, G), or with baseline all (F, N, K)
     if config.beta > 0 and config.kl_in == "reward":
         # k1, log-probability under sampler minus reference: PPO's (Ziegler et al. 2019, eq. 2)
         assert ref_logps is not None, "the reference comes first"

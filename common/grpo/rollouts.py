@@ -66,7 +66,7 @@ class SelectedCandidates:
     rollouts: "Rollouts"  # the N*G completions, by slot
     lengths: Tensor  # (N, G) int64, tokens
     rewards: Tensor  # (N, G), raw
-    of_baseline: Tensor  # (F, N, G) or with baseline all (F, N, K), objectives
+    objectives: Tensor  # (F, N, G), see `objective_rewards`; with baseline all of all: (F, N, K)
     flat: Tensor  # (N,) bool, True = a flat group; False for filler
     counted: Tensor  # (N, G) bool, True = in the loss and in its denominators
 
@@ -180,11 +180,11 @@ def gather_candidates(groups: Groups, indices: Tensor, config: GRPOConfig) -> Se
     num_prompts, num_candidates = groups.rewards.shape
     candidates = (torch.arange(num_prompts)[:, None] * num_candidates + indices).flatten()
     rollouts, rewards = groups.rollouts[candidates], groups.rewards.gather(1, indices)
-    of_baseline = objective_rewards(groups.rewards, groups.by_function, groups.has_stop, config)
+    objectives = objective_rewards(groups.rewards, groups.by_function, groups.has_stop, config)
     if config.baseline == "kept":
-        of_baseline = of_baseline.gather(2, indices.expand(len(of_baseline), -1, -1))
-    weights = torch.tensor(config.objective_weights(len(of_baseline)))[:, None, None]
-    weighted = of_baseline * weights  # a function of weight 0 teaches nothing
+        objectives = objectives.gather(2, indices.expand(len(objectives), -1, -1))
+    weights = torch.tensor(config.objective_weights(len(objectives)))[:, None, None]
+    weighted = objectives * weights  # a function of weight 0 teaches nothing
     flat = (weighted == weighted[..., :1]).all(2).all(0) & groups.real
     counted = groups.real[:, None].expand_as(indices)
     if config.zero_variance != "keep":
@@ -193,7 +193,7 @@ def gather_candidates(groups: Groups, indices: Tensor, config: GRPOConfig) -> Se
         counted = counted & groups.has_stop.gather(1, indices)
     lengths = rollouts.lengths.view(indices.shape)
     return SelectedCandidates(
-        groups, indices, candidates, rollouts, lengths, rewards, of_baseline, flat, counted
+        groups, indices, candidates, rollouts, lengths, rewards, objectives, flat, counted
     )
 
 

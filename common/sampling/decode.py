@@ -127,7 +127,7 @@ class CopyingDecoder:
         return self.forward(tokens[:, None], self.mask, self.positions)
 
     def keep(self, kept: Tensor) -> Tensor:
-        """Go on with some rows, by their indices on the host, which it returns on the device."""
+        """Drop the other rows; takes indices on the host, and returns them on the device."""
         kept = on_device(kept, self.mask.device)
         self.mask, self.positions = self.mask[kept], self.positions[kept]
         self.cache.reorder_cache(kept)
@@ -157,11 +157,12 @@ def refuse_nan(logps: Tensor) -> None:
 
 
 def rows_to_keep(finished: Tensor, num_rows: int, position: int) -> Tensor | None:
-    """Indices on the host of the rows to decode on; None: all, while too few could leave.
+    """Indices on the host of the rows that stay in the batch; None for all of them.
 
-    `finished` (B',) are the rows that are left of `num_rows`. On a CPU the unfinished ones stay. On
-    a GPU this is looked at every `CHECK_EVERY` tokens, and num_rows / 2, / 4, ... stay, finished
-    ones among them, so that there are few shapes. Rows leave if `DROP_FRACTION` of them can.
+    `finished` (B',) has an entry for each row in the batch, which began with `num_rows`. Rows are
+    dropped if at least `DROP_FRACTION` of them can be. On a CPU all finished rows are dropped. On a
+    GPU the host checks every `CHECK_EVERY` tokens, and keeps num_rows / 2, / 4, ... rows, finished
+    ones among them, so that there are few shapes.
     """
     is_on_cpu = finished.device.type == "cpu"
     if not is_on_cpu and (position + 1) % CHECK_EVERY:

@@ -70,7 +70,7 @@ class SharedDecoder:
         return logits
 
     def keep(self, kept: Tensor) -> Tensor:
-        """Go on with some rows, by their indices on the host, which it returns on the device."""
+        """Drop the other rows; takes indices on the host, and returns them on the device."""
         kept = self.cache.keep(kept)
         self.positions = self.positions[kept]
         if self.graph is not None:
@@ -168,7 +168,7 @@ class DecodingCache:
             self.bias[..., self.index.shape[1] :].index_fill_(-1, self.column, 0.0)
 
     def keep(self, kept: Tensor) -> Tensor:
-        """Go on with some of the rows; see `SharedDecoder`."""
+        """Drop the other rows; see `SharedDecoder.keep`."""
         self.rows = self.rows[kept]
         kept = on_device(kept, self.index.device)
         for layer, (keys, values) in self.sample_keys.items():

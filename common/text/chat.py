@@ -79,7 +79,8 @@ def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]
         turn = "continue_final_message" if begun else "add_generation_prompt"
         prompt = rendered(tokenizer, [*before, *begun], options | {turn: True})
         texts = [
-            _behind(prompt, rendered(tokenizer, [*before, answer], options)) for answer in answers
+            _answer_text(prompt, rendered(tokenizer, [*before, answer], options))
+            for answer in answers
         ]
         opening = "".join(map(content, begun))
         is_partial = any(
@@ -89,8 +90,8 @@ def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]
     return rows
 
 
-def _behind(prompt: str, whole: str) -> str:
-    """The answer: `whole` without the prompt; a UserError if it does not begin with the prompt."""
+def _answer_text(prompt: str, whole: str) -> str:
+    """The text of the whole conversation without the prompt; a UserError if it begins otherwise."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     start = len(commonprefix([prompt, whole]))
