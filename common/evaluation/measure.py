@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,17 +74,12 @@ def policy_scores(
         else:
             weighted, ref_weighted = logps, reference.logps if reference else None
             if reward.ld_alpha != 1:
-                score = partial(
-                    pair_logps,
-                    pairs=pairs,
-                    config=config,
-                    vocabulary=vocabulary,
-                    title="scoring pairs",
-                    ld_alpha=reward.ld_alpha,
-                )
+                title, alpha = "scoring pairs", reward.ld_alpha
                 if reward.needs_reference and reference:
-                    ref_weighted = score(reference.policy)
-                weighted = score(policy)
+                    ref_weighted = pair_logps(
+                        reference.policy, pairs, config, vocabulary, title, alpha
+                    )
+                weighted = pair_logps(policy, pairs, config, vocabulary, title, alpha)
             scores[kind] = reward(weighted, ref_weighted, lengths).numpy()
     return scores
 
