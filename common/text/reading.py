@@ -130,7 +130,7 @@ def has_pairs(config: CommonConfig, split: str) -> bool:
     return has_one
 
 
-def options(config: CommonConfig, dataset_name: str) -> dict[str, Any]:
+def source_options(config: CommonConfig, dataset_name: str) -> dict[str, Any]:
     """Arguments of `load_rows` for a data set of a run.
 
     A configuration and a revision belong to the data set that they were given with, not to a second

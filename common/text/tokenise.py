@@ -17,7 +17,7 @@ from common.text import shared_rows
 from common.text.chat import render
 from common.text.data_report import DataReport, progress
 from common.text.example import Example, Vocabulary
-from common.text.reading import load_rows, options
+from common.text.reading import load_rows, source_options
 from common.text.rows import Row
 from common.text.truncate import (
     CHUNK_ROWS,
@@ -67,9 +67,8 @@ def load_examples(
         return []
 
     def read() -> list[Example]:
-        raw_rows = load_rows(
-            dataset_name, split, kind=kind, num_rows=num_rows, **options(config, dataset_name)
-        )
+        options = source_options(config, dataset_name)  # revision, renamed columns, ...
+        raw_rows = load_rows(dataset_name, split, kind=kind, num_rows=num_rows, **options)
         rows = [
             row
             for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))

@@ -24,7 +24,7 @@ from common.pairs.from_rollouts import (
 )
 from common.record.jsonl import json_line, write_atomically
 from common.sampling.sampler import Rollouts
-from common.text.reading import load_rows, options
+from common.text.reading import load_rows, source_options
 from experiments import stages
 from experiments.overoptimization.config import OveroptimizationConfig
 from experiments.overoptimization.measuring import Measured, Measurer
@@ -65,8 +65,8 @@ class Chain:
         self.config = replace(self.config, model_name_or_path=str(self.sft))
         self.folder.mkdir(parents=True, exist_ok=True)
         name = config.dataset_name
-        how = options(config, name)
-        pairs = load_rows(name, config.dataset_train_split, kind="preference", **how)
+        options = source_options(config, name)
+        pairs = load_rows(name, config.dataset_train_split, kind="preference", **options)
         chosen = map(json_line, choose(pairs, self.config, "num_proxy_pairs"))
         write_atomically(self.folder / "proxy_pairs.jsonl", chosen)
         self.proxy = self.make("reward", "proxy", config.reward_recipe, "proxy_pairs.jsonl")
