@@ -228,13 +228,14 @@ def load_data(
 
     pairs: Sequence[Example] = []
     prompts: Sequence[Example] = []
-    dataset = config.dataset_name
-    split_name = split_of(dataset, config) if config.score_pairs else ""
-    if config.score_pairs and has_pairs(config, split_name):
-        pairs = load_examples(
-            config, dataset, split_name, "preference", vocabulary, config.num_eval_rows
-        )
-    elif not config.generates:
+    dataset, split_name = config.dataset_name, ""
+    if config.score_pairs:
+        split_name = split_of(dataset, config)
+        if has_pairs(config, split_name):
+            pairs = load_examples(
+                config, dataset, split_name, "preference", vocabulary, config.num_eval_rows
+            )
+    if not pairs and not config.generates:
         raise UserError(
             f"nothing to evaluate on: no pairs of {dataset} are judged (columns chosen and "
             "rejected), and no policy generates; give --policies and --num_prompts."

@@ -118,13 +118,13 @@ def prompt_groups(
     selected: SelectedCandidates, share: Tensor, config: GRPOConfig
 ) -> list[data.PromptGroup]:
     """Cut the completions of a share (N, G) into groups that fit into a forward pass."""
-    fitting = []
+    groups: list[data.PromptGroup] = []
     for n, example in enumerate(selected.groups.examples):
         slots = (n * share.shape[1] + share[n].nonzero().flatten()).tolist()
         completions = [selected.rollouts.completion_ids[slot] for slot in slots]
         if slots:
-            fitting += data.cut_group(example.prompt_ids, completions, slots, config, example.row)
-    return fitting
+            groups += data.cut_group(example.prompt_ids, completions, slots, config, example.row)
+    return groups
 
 
 # ---- log-probabilities by slot -------------------------------------------------------------------
