@@ -46,12 +46,13 @@ from common.losses import preference_loss, sequence_logps
 from common.model import fsdp, load
 from common.pairs.config import DPOConfig
 from common.pairs.reference import ReferenceScores, load_reference
-from common.run import Run, find_checkpoint
+from common.run import Run
 from common.text.example import Vocabulary
 
 
 def main(config: DPOConfig) -> None:
     """Train, export, evaluate."""
+    from common.checkpoint.resume import find_checkpoint
     from common.sampling import token_records  # for the table of samples, as the sampler
     from common.sampling.sampler import Sampler
 

@@ -64,7 +64,7 @@ from common.losses import (
     probability_ratio,
 )
 from common.model import fsdp, load
-from common.run import Run, find_checkpoint
+from common.run import Run
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 
 def main(config: GRPOConfig) -> None:
     """Train, export, evaluate."""
+    from common.checkpoint.resume import find_checkpoint
     from common.grpo.held_out import HeldOut
     from common.model import lora
     from common.rewards.score import RewardFunctions

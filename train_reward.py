@@ -45,12 +45,14 @@ from common.forward import RewardModel
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
 from common.pairs.reward_config import RewardConfig
-from common.run import Run, find_checkpoint
+from common.run import Run
 from common.text.example import Vocabulary
 
 
 def main(config: RewardConfig) -> None:
     """Train, shift, export, evaluate."""
+    from common.checkpoint.resume import find_checkpoint
+
     distributed.seed_everything(config.seed)
     device = distributed.device()
 

@@ -25,11 +25,12 @@ from common.config.stages import SFTConfig
 from common.forward import Policy
 from common.losses import sft_loss
 from common.model import fsdp, load
-from common.run import Run, find_checkpoint
+from common.run import Run
 
 
 def main(config: SFTConfig) -> None:
     """Train, export, evaluate."""
+    from common.checkpoint.resume import find_checkpoint
     from common.evaluation import split
     from common.sampling.sampler import Sampler  # for the table of samples
 

@@ -24,13 +24,6 @@ Hook = Callable[[int], None]  # evaluates, or shows samples, after so many steps
 MAX_NAMED = 8  # rows in a message
 
 
-def find_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint to resume from, None to start at step 0; refuses a folder of another run."""
-    from common.checkpoint import resume
-
-    return resume.find(config)
-
-
 class Run:
     """Optimiser, metrics, checkpoints, logger and profiler of a run, from the step it starts at."""
 

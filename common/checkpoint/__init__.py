@@ -1,5 +1,5 @@
 """Checkpoints, resuming, and the exported model.
 
-Face: resume.find, checkpointer.Checkpointer, export, hf_folder.with_folders. best, layout and
-sharded_state serve them.
+Face: resume.find_checkpoint, checkpointer.Checkpointer, export, hf_folder.with_folders. best,
+layout and sharded_state serve them.
 """

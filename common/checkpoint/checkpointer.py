@@ -236,7 +236,7 @@ class Checkpointer:
         folder.
 
         Args:
-            folder: from `resume.find`.
+            folder: from `resume.find_checkpoint`.
 
         Raises:
             UserError: the checkpoint has a reference and this run updates none, or the reverse; or

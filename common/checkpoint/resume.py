@@ -13,7 +13,7 @@ from common.record.run_folder import ENVIRONMENT, read_config
 from common.shutdown import signals
 
 
-def find(config: TrainConfig) -> Path | None:
+def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that `--resume_from_checkpoint` means, None to start at step 0. Collective.
 
     It warns of a damaged one and takes the one before it. Rank 0 lists the folders for all ranks.

@@ -72,7 +72,7 @@ def are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 def find(output_dir: Path, wanted: str = "auto", **fields: Any) -> Path | None:
     fields = {"output_dir": str(output_dir), "resume_from_checkpoint": wanted, **fields}
-    return resume.find(tiny.train_config(**fields))
+    return resume.find_checkpoint(tiny.train_config(**fields))
 
 
 @pytest.fixture
