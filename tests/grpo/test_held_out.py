@@ -169,7 +169,7 @@ def test_an_engine_that_fails_leaves_the_pairs_and_a_warning(
     def gone(*_: Any, **__: Any) -> None:
         raise EngineError("the server is gone.")
 
-    monkeypatch.setattr(found.sampler, "generate", gone)
+    monkeypatch.setattr(found.sampler, "sample", gone)
     assert "eval_accuracy" in (metrics := found.measure(0, 10))
     assert "eval_reward" not in metrics
     assert "not evaluated: the server is gone" in capsys.readouterr().out
