@@ -112,7 +112,7 @@ def main(config: GRPOConfig) -> None:
         lora.require_same_shapes(moving_reference, policy)
     run = Run(policy, order, config, resume_from, vocabulary, moving_reference)
     sample_groups = partial(sample_and_reward, run, sampler, scorer, config)
-    watch = StepMonitor(run.metrics, config)
+    step_monitor = StepMonitor(run.metrics, config)
 
     evaluate = partial(held_out.log, run.logger)
     shown = (eval_set or train_set)[: config.num_sample_prompts]
@@ -138,7 +138,7 @@ def main(config: GRPOConfig) -> None:
         )
         # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
         advantages = minibatches.advantages(selected, before.ref_logps, config)
-        watch.record(selected, advantages, step)
+        step_monitor.record(selected, advantages, step)
         # 5. One or several updates on every minibatch
         micro_batches = minibatches.make_micro_batches(
             selected, plans, before, advantages, config
@@ -146,9 +146,9 @@ def main(config: GRPOConfig) -> None:
         check_first_rollout(policy, micro_batches, config, step)
         for update in minibatches.updates(micro_batches, config, run.metrics):
             for batch in run.micro_batches(update.micro_batches, may_stop=update.is_first):
-                grpo_loss(policy, batch, config, watch, is_new=update.is_new).backward()
+                grpo_loss(policy, batch, config, step_monitor, is_new=update.is_new).backward()
             run.update()
-        watch.end_updates()
+        step_monitor.end_updates()
         if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
             lora.mix_into(moving_reference, policy, config.ref_mixup_alpha)
         run.end_step(evaluate, show_samples)
@@ -234,7 +234,7 @@ def policy_term(
     old_logps: Tensor,
     micro_batch: MicroBatch,
     config: GRPOConfig,
-    watch: StepMonitor,
+    step_monitor: StepMonitor,
     num_tokens: Tensor,
     *,
     is_new: bool,
@@ -255,12 +255,12 @@ def policy_term(
         logps, denominator_logps, advantages, mask, temperatures=temperatures, **options
     )  # (B, C)
     is_clipped = clipped_tokens(logps, denominator_logps, advantages, mask, **options)
-    watch.metrics.add("clip_fraction", is_clipped.sum(), num_tokens)
+    step_monitor.metrics.add("clip_fraction", is_clipped.sum(), num_tokens)
     if config.off_policy_mask_threshold > 0:
         threshold = config.off_policy_mask_threshold
         kept = off_policy_mask(logps, sampled_logps, advantages, mask, threshold=threshold)
         per_token = per_token * kept
-        watch.metrics.add("off_policy_fraction", (mask & ~kept).sum(), num_tokens)
+        step_monitor.metrics.add("off_policy_fraction", (mask & ~kept).sum(), num_tokens)
     if config.sampler_correction != "none":
         weights = sampler_weights(
             old_logps,
@@ -272,7 +272,7 @@ def policy_term(
         )
         per_token = per_token * weights
         if is_new:
-            watch.weights.append((weights, mask))
+            step_monitor.weights.append((weights, mask))
     if config.sampler_drift_coef > 0:
         drift = sampler_drift(logps, sampled_logps)
         per_token = per_token + config.sampler_drift_coef * drift
@@ -280,13 +280,18 @@ def policy_term(
 
 
 def grpo_loss(
-    policy: Policy, micro_batch: MicroBatch, config: GRPOConfig, watch: StepMonitor, *, is_new: bool
+    policy: Policy,
+    micro_batch: MicroBatch,
+    config: GRPOConfig,
+    step_monitor: StepMonitor,
+    *,
+    is_new: bool,
 ) -> Tensor:
     """A micro-batch's share of the loss of an update, a scalar; its metrics go to the monitor.
 
     `is_new`: the completions were not trained on before.
     """
-    batch, metrics = micro_batch.batch, watch.metrics
+    batch, metrics = micro_batch.batch, step_monitor.metrics
     mask = batch.completion_mask  # (B, C)
     scores = policy(
         batch, temperature=config.temperature, with_entropy=True, reference=micro_batch.ref_states
@@ -295,7 +300,7 @@ def grpo_loss(
     old_logps = logps.detach() if micro_batch.old_logps is None else micro_batch.old_logps
     num_tokens, num_real = mask.sum(), batch.is_real.sum()
     per_token = policy_term(
-        logps, old_logps, micro_batch, config, watch, num_tokens, is_new=is_new
+        logps, old_logps, micro_batch, config, step_monitor, num_tokens, is_new=is_new
     )  # (B, C)
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * scores.entropy
