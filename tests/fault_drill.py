@@ -12,7 +12,6 @@ which fails, is a row in bold type, and the exit status is 1.
 """
 
 import argparse
-import atexit
 import json
 import os
 import random
@@ -30,9 +29,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks import launch, of_stage, run_stages, untimed_lines
+from tests.ranks import ROOT, Script, launch, of_stage, run_stages, untimed_lines
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = 12
 SHAPE = {
     "model_type": "gpt2",
@@ -132,34 +130,28 @@ def flags_of(case: Case, folder: Path, output_dir: Path) -> dict[str, Any]:
     return flags
 
 
-def command(case: Case, folder: Path, output_dir: Path) -> list[str]:
-    """What a user would type."""
+def start(case: Case, folder: Path, output_dir: Path, tally: Tally) -> Script:
+    """Start a run, each time from a process that hashes texts differently."""
     flags = flags_of(case, folder, output_dir)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    arguments = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
-    launcher = [*torchrun, str(case.num_ranks)] if case.num_ranks > 1 else []
-    return [sys.executable, *launcher, f"train_{case.stage}.py", *arguments]
+    words = [word for key, value in flags.items() for word in (f"--{key}", value)]
+    options = ("--standalone", "--nproc_per_node", str(case.num_ranks))
+    return Script(
+        [ROOT / f"train_{case.stage}.py", *words],
+        output_dir.parent / "log.txt",
+        options if case.num_ranks > 1 else (),
+        server=tally.restarts % 2,
+    )
 
 
-def start(arguments: list[str], log: Path) -> subprocess.Popen:
-    """Start a run in a process group of its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            arguments, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
-    atexit.register(process.terminate)  # a drill that is stopped leaves none behind
-    return process
-
-
-def finish(process: subprocess.Popen, log: Path) -> None:
+def finish(script: Script) -> None:
     """Wait for a run that is left alone.
 
     Raises:
         RuntimeError: it failed.
     """
-    if process.wait(timeout=600) != 0:
-        raise RuntimeError(f"a run failed; the end of {log}:\n{log.read_text()[-3000:]}")
+    if script.wait(timeout=600) != 0:
+        text = script.log.read_text()[-3000:]
+        raise RuntimeError(f"a run failed; the end of {script.log}:\n{text}")
 
 
 def run_undisturbed(case: Case, folder: Path, output_dir: Path) -> None:
@@ -180,56 +172,43 @@ def prepare(folder: Path) -> None:
 # ---- killing -------------------------------------------------------------------------------------
 
 
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """The process ids of the ranks: torchrun's children, or the process itself."""
-    ranks = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            is_rank = parent == process.pid and b"train_" in (folder / "cmdline").read_bytes()
-        except OSError:  # it has just ended
-            continue
-        ranks += [int(folder.name)] if is_rank else []
-    return ranks or [process.pid]
-
-
 def kill_at_random(
-    process: subprocess.Popen, output_dir: Path, kind: str, draw: random.Random, tally: Tally
+    script: Script, output_dir: Path, kind: str, draw: random.Random, tally: Tally
 ) -> bool:
     """Kill a run at a random moment; whether it was still there to be killed.
 
-    One kill in four comes within ten seconds of the start: in loading, resuming, the first steps.
+    One kill in four comes within three seconds of the start: in loading, resuming, the first steps.
     The others, and every SIGTERM, come after a new checkpoint.
 
     Args:
-        process: torchrun, or the only rank.
+        script: that runs.
         output_dir: of the run.
         kind: "all" or "one": SIGKILL for all processes or one rank; "stop": SIGTERM for a rank.
         draw: for the moment and the rank.
         tally: counts what was done.
     """
     first, is_early = newest_step(output_dir), kind != "stop" and draw.random() < 0.25
-    while not is_early and process.poll() is None and newest_step(output_dir) in (-1, first):
+    while not is_early and script.poll() is None and newest_step(output_dir) in (-1, first):
         time.sleep(0.02)
-    wait_until = time.monotonic() + draw.uniform(0, 10 if is_early else 1.5)
-    while process.poll() is None and time.monotonic() < wait_until:
+    wait_until = time.monotonic() + draw.uniform(0, 3 if is_early else 1.5)
+    while script.poll() is None and time.monotonic() < wait_until:
         time.sleep(0.002)
-    if process.poll() is not None:
+    if script.poll() is not None:
         return False
-    victims = ranks_of(process)
+    victims = [pid for pid in script.processes() if pid != script.pid] or [script.pid]
     is_stop = kind == "stop"
     tally.early += is_early
     is_saving = any((output_dir / "checkpoints").glob("*.partial"))
     try:
         if kind == "all":
-            for pid in {*victims, process.pid}:
+            for pid in {*victims, script.pid}:
                 os.kill(pid, signal.SIGKILL)
         else:
             os.kill(draw.choice(victims), signal.SIGTERM if is_stop else signal.SIGKILL)
     except ProcessLookupError:  # it has just ended
-        process.wait(timeout=600)
+        script.wait(timeout=600)
         return False
-    status = process.wait(timeout=120)
+    status = script.wait(timeout=120)
     if is_stop and status != 0:
         raise RuntimeError(f"SIGTERM ended a run of {output_dir} with status {status}")
     tally.stops += is_stop
@@ -274,19 +253,18 @@ def drill(case: Case, kinds: Sequence[str], folder: Path, draw: random.Random) -
     """Kill runs of a case in all these ways; compare each that came to its end."""
     tally, left = Tally(), list(kinds)
     base = Path(tempfile.mkdtemp(dir=folder))
-    whole, log = base / "whole", base / "log.txt"
+    whole = base / "whole"
     try:
         run_undisturbed(case, folder, whole)
         while left or not tally.runs:
             tally.runs += 1
             output_dir = base / f"killed_{tally.runs}"
-            arguments = command(case, folder, output_dir)
-            process = start(arguments, log)
-            while left and kill_at_random(process, output_dir, left[-1], draw, tally):
+            script = start(case, folder, output_dir, tally)
+            while left and kill_at_random(script, output_dir, left[-1], draw, tally):
                 left.pop()
                 tally.restarts += 1
-                process = start(arguments, log)
-            finish(process, log)
+                script = start(case, folder, output_dir, tally)
+            finish(script)
             odd = differences(whole, output_dir)
             tally.identical += not odd
             tally.lost_steps += num_lost(whole, output_dir)

@@ -1,18 +1,24 @@
-"""Run a function on several ranks, and stages on them: the parent's side and the child's.
+"""Run a function, stages or a script on several ranks: the parent's side and the child's.
 
 `launch` has every rank call the function that was named and hand back what it returned.
 `run_stages` is such a function: it runs the scripts' own `main`, one after another in one process
-group. Importing torch costs more than fifty steps of a tiny model, so a rank is a fork of a server,
-a process of this file that has only imported. Each rank has a server of its own: processes that are
-started apart hash texts differently, and a set's order that decides something must show.
+group. `Script` starts a script as a user does, alone or under torchrun, to be killed or waited for.
+Importing torch costs more than fifty steps of a tiny model, so a rank is a fork of a server, a
+process of this file that has only imported, and torchrun's ranks are forks of torchrun. There are
+two servers, of the even and of the odd ranks: processes that are started apart hash texts
+differently, and a set's order that decides something must show.
 """
 
+import atexit
+import contextlib
+import ctypes
 import faulthandler
 import gc
 import hashlib
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -22,14 +28,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.tensor import DTensor
 
 from common import distributed
@@ -42,6 +49,7 @@ from common.record.jsonl import read_jsonl
 from common.record.metrics import PHASES
 from common.report import plots
 from common.sampling.sampler import Rollouts, Sampler
+from common.shutdown import signals
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -61,8 +69,10 @@ SHORT_RUN: dict[str, Any] = {  # on the embedded task
     "learning_rate": 1e-3,
     "logging_steps": 1,
 }
-PRELOADED = ("ranks", *(module for module, _ in STAGES.values()))
-SERVERS: list["subprocess.Popen[str]"] = []  # by rank
+NUM_SERVERS = 2
+SERVERS: list["subprocess.Popen[bytes]"] = []
+for _name in ("ranks", "tests.ranks"):  # one module and one set of servers by either name
+    sys.modules.setdefault(_name, sys.modules[__name__])
 
 
 def launch(
@@ -110,29 +120,44 @@ def fork_ranks(call_file: Path, num_ranks: int, timeout: float) -> None:
     group |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     deadline = time.monotonic() + timeout
     try:
-        for rank in range(num_ranks):
-            if rank == len(SERVERS):
-                SERVERS.append(start_server())
-            of_rank = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            variables = environment(**of_rank if num_ranks > 1 else {})
-            log = call_file.with_name(f"rank_{rank}.log")
-            call = json.dumps([str(call_file), str(log), variables])
-            print(call, file=SERVERS[rank].stdin, flush=True)
-        waiting = [server.stdout for server in SERVERS[:num_ranks]]
-        while waiting:
-            ended, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
+        num_servers = min(num_ranks, NUM_SERVERS)
+        need_servers(num_servers)
+        for server in range(num_servers):
+            requests: list[dict[str, Any]] = []
+            for rank in range(server, num_ranks, num_servers):
+                of_rank = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                variables = environment(**of_rank if num_ranks > 1 else {})
+                log = str(call_file.with_name(f"rank_{rank}.log"))
+                requests.append({"call": str(call_file), "log": log, "variables": variables})
+            ask(server, requests)
+        left, pipes = num_ranks, [server.stdout for server in SERVERS[:num_servers]]
+        while left:
+            ended, _, _ = select.select(pipes, [], [], max(0.0, deadline - time.monotonic()))
             logs = [path.read_text()[-6000:] for path in call_file.parent.glob("*.log")]
             assert ended, "\n".join([f"no end within {timeout} s", *logs])
             for pipe in ended:
-                status = pipe.readline().strip()
+                status = pipe.readline().decode().strip()
                 assert status == "0", "\n".join([f"a rank ended with {ending(status)}", *logs])
-                waiting.remove(pipe)
+                left -= 1
     except BaseException:
-        for server in SERVERS:
-            os.killpg(server.pid, signal.SIGKILL)  # and the rank
-            server.communicate()
-        SERVERS.clear()
+        end_servers()
         raise
+
+
+def ask(number: int, requests: Sequence[dict[str, Any]]) -> list[int]:
+    """Have a server answer on forks: their process ids."""
+    need_servers(number + 1)
+    server = SERVERS[number]
+    server.stdin.write(f"{json.dumps(requests)}\n".encode())
+    return [*map(int, server.stdout.readline().split())]
+
+
+def need_servers(number: int) -> None:
+    """Start those that are missing, at the same time."""
+    if not SERVERS:
+        atexit.register(end_servers)
+    while len(SERVERS) < number:
+        SERVERS.append(start_server())
 
 
 def ending(status: str) -> str:
@@ -143,11 +168,77 @@ def ending(status: str) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
-def start_server() -> subprocess.Popen[str]:
+def start_server() -> "subprocess.Popen[bytes]":
     """A process that serves forks of itself until its input ends, as it does with this process."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
     command = [sys.executable, __file__]
     return subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes)
+
+
+def end_servers() -> None:
+    """Kill the servers and their forks."""
+    for server in SERVERS:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
+    SERVERS.clear()
+
+
+class Script:
+    """A script with its arguments that runs on a fork of a server, as `subprocess.Popen` has it.
+
+    Its folder is that of this process.
+
+    Args:
+        command: the script's path and its arguments.
+        log: gets what all its processes print.
+        torchrun: options of torchrun; without any the script runs alone.
+        network: a network namespace to run in.
+        server: number of the server that forks; each hashes texts differently.
+        variables: of the environment, beside `environment`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[object],
+        log: Path,
+        torchrun: Sequence[str] = (),
+        *,
+        network: str = "",
+        server: int = 0,
+        **variables: str,
+    ) -> None:
+        """Start it."""
+        request = {"command": [*map(str, command)], "torchrun": torchrun, "network": network}
+        request |= {"log": str(log), "variables": environment(**variables), "folder": os.getcwd()}
+        (self.pid,) = ask(server, [request])
+        self.log, self.pipe, self.returncode = log, SERVERS[server].stdout, None
+
+    def wait(self, timeout: float) -> int:
+        """Its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it goes on after these seconds.
+        """
+        if self.returncode is None:
+            if not select.select([self.pipe], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.log), timeout)
+            self.returncode = os.waitstatus_to_exitcode(int(self.pipe.readline()))
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def processes(self) -> list[int]:
+        """Those that print to its log, zombies aside: its ranks too."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(path / "fd" / "1") == str(self.log.resolve()):
+                    found.append(int(path.name))
+        return found
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -167,9 +258,9 @@ def run_script(command: Sequence[str], num_ranks: int, *, timeout: float = 300) 
 
     Several ranks are started by torchrun, one without it.
     """
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     result = subprocess.run(
-        [sys.executable, *(torchrun if num_ranks > 1 else []), *command],
+        [sys.executable, *(launcher if num_ranks > 1 else []), *command],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -209,22 +300,91 @@ def answer(call_file: Path) -> None:
 
 
 def serve() -> None:
-    """The server's side of `fork_ranks`: a rank at a time, whose status it prints."""
-    for name in PRELOADED:
-        importlib.import_module(name)
+    """The server's side of `ask`: it prints the forks' process ids, then each one's status."""
+    for module, _ in STAGES.values():
+        importlib.import_module(module)
     gc.freeze()  # or the first collection in each rank copies every page
     faulthandler.enable()  # on descriptor 2, which each rank sends to its log
     for line in sys.stdin:
-        call_file, log, variables = json.loads(line)
-        if rank := os.fork():
-            print(os.waitpid(rank, 0)[1], flush=True)
-            continue
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
-        os.dup2(1, 2)
-        os.environ.clear()
-        os.environ.update(variables)
-        answer(Path(call_file))
+        pids = []
+        for request in json.loads(line):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                serve_on_fork(request)
+        print(*pids, flush=True)
+        for _ in pids:
+            print(os.wait()[1], flush=True)
+
+
+def serve_on_fork(request: dict[str, Any]) -> NoReturn:
+    """Answer a call, or run a script."""
+    os.dup2(os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 1)
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(request["variables"])
+    if "call" in request:
+        answer(Path(request["call"]))
         close_and_exit(0)
+    if request["network"]:
+        enter_network(request["network"])
+    os.chdir(request["folder"])
+    run_here(request["command"], request["torchrun"])
+
+
+def run_here(command: Sequence[str], options: Sequence[str] = ()) -> NoReturn:
+    """Run a script to the end of this process, under torchrun if that has options."""
+    sys.argv = list(command)
+    try:
+        if options:
+            with mock.patch.object(subprocess_handler, "Popen", ForkOfTorchrun):
+                torchrun.main([*options, *command])
+        else:
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as error:
+        close_and_exit(int(error.code or 0))
+    except BaseException:
+        traceback.print_exc()
+        close_and_exit(1)
+    close_and_exit(0)
+
+
+class ForkOfTorchrun:
+    """A rank that torchrun starts, as `subprocess.Popen` has it."""
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], **_: Any) -> None:
+        """Fork; `args` are Python, its option -u, the script and the script's arguments."""
+        self.pid, self.returncode = os.fork(), None
+        if self.pid == 0:
+            os.setsid()
+            for number in signals.STOPPING:  # a new process has no handlers
+                signal.signal(number, signal.SIG_DFL)
+            os.environ.clear()
+            os.environ.update(env)
+            torch.multiprocessing._set_thread_name(Path(args[2]).stem)
+            run_here(args[2:])
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Its exit status."""
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.02)
+        return status
+
+
+def enter_network(name: str) -> None:
+    """Move this process into a network namespace that `ip` has made."""
+    with open(f"/var/run/netns/{name}") as file:
+        clone_newnet = 0x40000000  # see setns(2)
+        assert ctypes.CDLL(None).setns(file.fileno(), clone_newnet) == 0
 
 
 def of_stage(stage: str, flags: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +427,7 @@ def flag(key: str, value: Any) -> list[str]:
     return [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
 
 
-@contextmanager
+@contextlib.contextmanager
 def watched() -> Iterator[dict[str, Any]]:
     """Note what a stage does on this rank; the functions that it calls still run.
 

@@ -6,6 +6,7 @@ behind, and is started again by torchrun to finish the run; one that hangs ends 
 `ddp_timeout`. Ranks with unequal rows, or with none at all, make the steps that one process makes.
 """
 
+import ctypes
 import json
 import os
 import re
@@ -13,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from ranks import ROOT, SHORT_RUN, environment, launch, run_stages
+from ranks import ROOT, SHORT_RUN, Script, environment, launch, run_stages
 
 import common.launch
 from common import distributed
@@ -41,6 +41,9 @@ from pathlib import Path
 
 import torch
 
+import common.launch
+
+common.launch.PATIENCE = 1.5  # seconds, in which torchrun looks at its processes 15 times
 RANK = os.environ["RANK"]
 FOLDER = Path(__file__).parent
 
@@ -106,57 +109,34 @@ class Ended:
 def run_grpo(folder: Path, function: str, *options: str, **flags: Any) -> Ended:
     """Run GRPO with a reward function of REWARDS on two processes, until none of them is left."""
     flags = {
+        **SHORT_RUN,
         "output_dir": folder / function,
         "model_name_or_path": folder / "tiny.json",
         "tokenizer_name_or_path": folder / "tokenizer",
         "dataset_test_split": "",
         "num_train_rows": 12,
-        "num_sample_prompts": 0,
-        "max_prompt_length": 128,
         "max_completion_length": 8,
-        "batch_size": 4,
         "num_generations": 2,
         "beta": 0.0,
         "max_steps": STEPS,
-        "logging_steps": 1,
         "self_check": "false",
         "reward_funcs": f"{folder / 'rewards.py'}:{function}",
         **flags,
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", *options, str(ROOT / "train_grpo.py")]
-    command += [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
+    command = [ROOT / "train_grpo.py"]
+    command += [word for key, value in flags.items() for word in (f"--{key}", value)]
     (folder / "when").unlink(missing_ok=True)
-    mark = uuid.uuid4().hex
-    variables = environment(RUN_OF_TEST=mark, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    with (folder / "log").open("w+") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            status = process.wait(300)
-            ended = time.time()
-            assert not marked(mark), "processes are left behind"
-        finally:
-            for pid in marked(mark):
-                os.kill(pid, signal.SIGKILL)
-            process.wait(10)
-        log.seek(0)
-        output = log.read()
+    options = ("--standalone", "--nproc_per_node", "2", *options)
+    log = folder / f"{function}.log"
+    script = Script(command, log, options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    status = script.wait(300)
+    ended = time.time()
+    left = script.processes()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "processes are left behind"
     since = (folder / "when").stat().st_mtime if (folder / "when").exists() else ended
-    return Ended(status, output, ended - since)
-
-
-def marked(mark: str) -> list[int]:
-    """The processes that have the mark in their environment, zombies aside."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"RUN_OF_TEST={mark}".encode() in (path / "environ").read_bytes():
-                found.append(int(path.name))
-        except OSError:  # it has ended
-            continue
-    return found
+    return Ended(status, log.read_text(), ended - since)
 
 
 @pytest.fixture(scope="module")
@@ -210,13 +190,13 @@ def test_a_killed_rank_ends_all_and_torchrun_starts_them_again(folder: Path) -> 
 
 @needs_proc
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(folder: Path) -> None:
-    run = run_grpo(folder, "hangs", ddp_timeout=10)
+    run = run_grpo(folder, "hangs", ddp_timeout=5)
     assert run.status != 0
-    assert 6 < run.seconds < 10 + 15  # the other rank may have begun to wait before
+    assert 2 < run.seconds < 5 + 15  # the other rank may have begun to wait before
     rank, status, text = run.root_cause
     assert (rank, status) == ("0", "1")
     assert "rank 0 at step 3 of train_grpo:\nTraceback" in run.output
-    assert re.search(r"RuntimeError: .*Timed out waiting 10000ms", text)
+    assert re.search(r"RuntimeError: .*Timed out waiting 5000ms", text)
 
 
 UNEVEN = SHORT_RUN | {
@@ -355,35 +335,30 @@ def test_restarts_need_a_new_store(monkeypatch: Any) -> None:
         processes.refuse_stale_store()
 
 
-ORPHAN = """
-import ctypes, os, subprocess, sys, time
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
-LAUNCHER = '''
-import subprocess, sys
-print(subprocess.Popen([sys.executable, "-c", sys.argv[1]]).pid)
-'''
-WORKER = '''
-import os, time
-from common.shutdown import processes
-while open(f"/proc/{os.getppid()}/comm").read().strip() != os.environ["PARENT"]:
-    time.sleep(0.05)
-processes.die_with_launcher()
-os._exit(7)
-'''
-prctl = ctypes.CDLL(None).prctl
-prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what an orphan becomes a child of
-prctl(PR_SET_NAME, os.environ["PARENT"].encode(), 0, 0, 0)
-pid = int(subprocess.check_output([sys.executable, "-c", LAUNCHER, WORKER]))
-print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
+def status_of_orphan(parent: str) -> int:
+    """How a process ends whose torchrun died while it imported, as a child of one of that name."""
+    prctl, pr_set_name, pr_set_child_subreaper = ctypes.CDLL(None).prctl, 15, 36
+    prctl(pr_set_child_subreaper, 1, 0, 0, 0)  # what an orphan becomes a child of
+    prctl(pr_set_name, parent.encode(), 0, 0, 0)
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    this = os.getpid()
+    if launcher := os.fork():
+        os.waitpid(launcher, 0)
+        return os.waitstatus_to_exitcode(os.wait()[1])
+    if os.fork():
+        os._exit(0)
+    while os.getppid() != this:
+        time.sleep(0.05)
+    processes.die_with_launcher()
+    os._exit(7)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize(("parent", "status"), [("systemd", -signal.SIGKILL), ("pt_elastic", 7)])
-def test_a_process_whose_torchrun_died_while_it_imported_ends(parent: str, status: int) -> None:
-    variables = environment(TORCHELASTIC_RUN_ID="none", PARENT=parent)
-    command = [sys.executable, "-c", ORPHAN]
-    assert subprocess.check_output(command, env=variables, text=True) == f"{status}\n"
+def test_a_process_whose_torchrun_died_while_it_imported_ends(
+    parent: str, status: int, tmp_path: Path
+) -> None:
+    assert launch(status_of_orphan, 1, tmp_path, parent=parent) == [status]
 
 
 @pytest.mark.parametrize("visible", ["0", "", None])
@@ -425,13 +400,18 @@ distributed.start()
 """
 
 
-@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_a_gpus_memory_is_in_segments_that_grow_unless_the_user_has_set_something(
-    name: str,
-) -> None:
+def test_a_gpu_s_memory_is_in_segments_that_grow() -> None:
     """Asked of torch's allocator, which has read the environment by the time a GPU is chosen."""
-    given = {name: "max_split_size_mb:100"} if name else {}
     command = [sys.executable, "-c", ALLOCATOR]
-    found = subprocess.run(command, env=environment(**given), capture_output=True, text=True)
-    expected = "max_split_size_mb:100" if name else "expandable_segments:True"
-    assert found.stdout == f"{expected}\n"
+    found = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert found.stdout == "expandable_segments:True\n"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_the_user_has_set_of_the_allocator_stays(name: str, monkeypatch: Any) -> None:
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:100")
+    before = dict(os.environ)
+    distributed.let_segments_grow()
+    assert os.environ == before

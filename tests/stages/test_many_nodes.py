@@ -1,65 +1,152 @@
 """Claims: two hosts compute what one does, and a host that is cut off ends the run on both.
 
-The hosts are network namespaces of this machine with a cable between them (`tests/many_nodes.py`).
-Losses, gradient norms and exported weights of two hosts with a process each are those of one host
-with two, under plain FSDP and under HSDP. When the second host is cut off amid a run, both end
-within the timeouts that were set, each with its traceback; the same command, but for the timeout,
-then resumes from the checkpoint, and its weights are those of a run that nobody disturbed.
+The hosts are network namespaces of this machine, joined by a cable that can be cut. Losses,
+gradient norms and exported weights of two hosts with a process each are those of one host with two,
+for every stage, under plain FSDP and under HSDP. When the second host is cut off amid a run, both
+end within the timeouts that were set, each with its traceback; the same command, but for the
+timeout, then resumes from the checkpoint, and its weights are those of a run that nobody disturbed.
 """
 
+import os
 import re
-import sys
-from collections.abc import Iterator
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
-import many_nodes
 import pytest
-from many_nodes import (
-    CUT_IN,
-    STEPS,
-    TwoHosts,
-    cut_amid_run,
-    grpo_command,
-    grpo_flags,
-    make_inputs,
-    run_stages_on_both,
-    weights_hash,
-)
-from ranks import untimed_lines
+from ranks import ROOT, SHORT_RUN, STAGES, Script, launch, run_stages, untimed_lines
 
-RUNS = [("sft", 1), ("sft", 2), ("grpo", 2)]
-DDP_TIMEOUT = 20  # seconds that a rank waits; a busy machine may take ten to start both
-# Packets are sent again for about 25 s: so long torchrun waits for a host that does not answer.
-TCP_RETRIES2, GIVEN_UP = 6, 25
+RUNS = [(stage, num_replicas) for stage in STAGES for num_replicas in (1, 2)]  # FSDP and HSDP
+ADDRESSES = ("10.213.0.1", "10.213.0.2")  # nobody outside the namespaces sees them
+PORT = 29500
+STEPS, CUT_IN = 4, 3
+DDP_TIMEOUT = 6  # seconds that a rank waits; both start as forks, at once
+# Packets are sent again for about 13 s: so long torchrun waits for a host that does not answer. Its
+# rank has spoken by then, 5 s after the timeout.
+TCP_RETRIES2, GIVEN_UP = 5, 13
+REWARDS = f"""
+import os
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
 
 
-@pytest.mark.parametrize("differs", ["", "metrics", "weights", "status"])
-def test_the_full_comparison_fails_if_anything_differs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differs: str
-) -> None:
-    """With stand-ins for what it runs and reads."""
-    steps = [{"step": step} for step in range(1, STEPS + 1)]
+def letters(completions, trainer_state):
+    if os.environ["RANK"] == "1" and trainer_state.global_step == {CUT_IN - 1}:
+        (FOLDER / "reached").touch()
+        while not (FOLDER / "cut").exists():
+            time.sleep(0.05)
+    return [float(text.count("e")) for text in completions]
+"""
+COMMON = SHORT_RUN | {
+    "dataset_test_split": "",
+    "num_train_rows": 12,
+    "max_completion_length": 16,
+    "max_steps": STEPS,
+}
+GRPO = {"num_generations": 4, "beta": 0.0, "entropy_coef": 0.1}
 
-    def read(kind: str, run: Path) -> Any:
-        is_odd = kind == differs and run.parent.name == "two" and run.name == "dpo_2"
-        return {"metrics": steps[: -1 if is_odd else None], "weights": str(is_odd)}[kind]
 
-    cut = many_nodes.Cut([0 if differs == "status" else 1, 1], [1.0, 2.0], ["", ""])
-    hosts = MagicMock()
-    hosts.return_value.__exit__.return_value = False
-    for name, stand_in in {
-        "TwoHosts": hosts,
-        "run_stages_on_both": lambda *_: None,
-        "cut_amid_run": lambda *_, **__: cut,
-        "untimed_lines": partial(read, "metrics"),
-        "weights_hash": partial(read, "weights"),
-    }.items():
-        monkeypatch.setattr(many_nodes, name, stand_in)
-    monkeypatch.setattr(sys, "argv", ["many_nodes"])
-    assert many_nodes.main() == (1 if differs else 0)
+class TwoHosts:
+    """Two network namespaces, each with an end of a cable; deleted again, with what runs there.
+
+    Args:
+        tcp_retries2: how often a host sends a packet again before it gives a connection up. 15, the
+            default of Linux, are about 16 minutes, which torchrun waits on a host that is cut off.
+    """
+
+    def __init__(self, tcp_retries2: int = 15) -> None:
+        """Name them."""
+        self.tcp_retries2 = tcp_retries2
+        tag = uuid.uuid4().hex[:8]
+        self.names = (f"sff-{tag}-0", f"sff-{tag}-1")
+
+    def __enter__(self) -> "TwoHosts":
+        """Make them.
+
+        Raises:
+            OSError: there is no `ip`, or it may not make namespaces; the text says why.
+        """
+        if shutil.which("ip") is None:
+            raise OSError("there is no `ip` (iproute2)")
+        try:
+            for name in self.names:
+                ip("netns", "add", name)
+            first, second = self.names
+            peer = ("type", "veth", "peer", "name", "eth0", "netns", second)
+            ip("link", "add", "eth0", "netns", first, *peer)
+            for name, address in zip(self.names, ADDRESSES, strict=True):
+                ip("-n", name, "link", "set", "eth0", "addrgenmode", "none")  # no IPv6
+                ip("-n", name, "addr", "add", f"{address}/30", "dev", "eth0")
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "link", "set", "eth0", "up")
+                setting = f"echo {self.tcp_retries2} > /proc/sys/net/ipv4/tcp_retries2"
+                ip("netns", "exec", name, "sh", "-c", setting)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """End what still runs in the namespaces, and delete them."""
+        existing = ip("netns", "list").split()
+        for name in set(self.names) & set(existing):
+            for pid in self.pids(name):
+                os.kill(pid, signal.SIGKILL)
+            ip("netns", "del", name)
+
+    def pids(self, name: str) -> list[int]:
+        """The processes on a host."""
+        return [int(pid) for pid in ip("netns", "pids", name).split()]
+
+    def cut(self) -> None:
+        """Take the second host off the network."""
+        ip("-n", self.names[1], "link", "set", "eth0", "down")
+
+    def mend(self) -> None:
+        """Put the second host back."""
+        ip("-n", self.names[1], "link", "set", "eth0", "up")
+
+    def start(self, command: Sequence[object], folder: Path) -> list[Script]:
+        """Start one process on each host by torchrun; they print to `folder/host_<number>.log`."""
+        scripts = []
+        for number, (name, address) in enumerate(zip(self.names, ADDRESSES, strict=True)):
+            options = ["--nnodes", "2", "--nproc_per_node", "1", "--local_addr", address]
+            options += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:{PORT}"]
+            # A namespace has the machine's host name, by which torchrun would look for itself.
+            options += ["--rdzv_conf", f"is_host={int(number == 0)}"]
+            log = folder / f"host_{number}.log"
+            log.unlink(missing_ok=True)
+            host = {"network": name, "server": number, "GLOO_SOCKET_IFNAME": "eth0"}
+            scripts.append(Script(command, log, options, **host))
+        return scripts
+
+    def run(self, command: Sequence[object], num_ranks: int, *, folder: Path) -> None:
+        """Run a script on both hosts to its end, as `ranks.run_script` does on one."""
+        assert num_ranks == len(self.names)
+        scripts = self.start(command, folder)
+        statuses = [script.wait(240) for script in scripts]
+        logs = [script.log.read_text()[-4000:] for script in scripts]
+        assert statuses == [0, 0], "\n".join(logs)
+
+
+def ip(*arguments: str) -> str:
+    """What `ip` prints.
+
+    Raises:
+        OSError: it fails.
+    """
+    result = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise OSError(f"`ip {' '.join(arguments)}` fails: {result.stderr.strip()}")
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -73,46 +160,86 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("many_nodes")
+def folder(
+    hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]
+) -> Path:
+    """Holds `one/` and `two/`: runs on one host with two processes, and on two with one each."""
+    folder = tmp_path_factory.mktemp("many_nodes")
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "cut").touch()  # nobody waits for a cut yet
+    for name, run in (("one", None), ("two", partial(hosts.run, folder=folder))):
+        jobs = []
+        for stage, num_replicas in RUNS:
+            output_dir = folder / name / f"{stage}_{num_replicas}"
+            flags = flags_of(stage, num_replicas, output_dir, folder) | start_flags
+            jobs.append({"stage": stage, "flags": flags})
+        launch(run_stages, 2, folder, run=run, jobs=jobs)
+    return folder
 
 
-@pytest.fixture(scope="module")
-def flags(hosts: TwoHosts, folder: Path, tiny_gpt2: Path, tokenizer_folder: Path) -> dict[str, Any]:
-    """Of every run; the undisturbed ones have been made."""
-    flags = make_inputs(folder, tiny_gpt2, tokenizer_folder)
-    run_stages_on_both(hosts, folder, flags, RUNS)
+def flags_of(stage: str, num_replicas: int, output_dir: Path, folder: Path) -> dict[str, Any]:
+    flags = COMMON | {"output_dir": str(output_dir), "num_replicas": num_replicas}
+    if stage == "grpo":
+        flags |= GRPO | {"reward_funcs": f"{folder}/rewards.py:letters"}
     return flags
 
 
+def weights(run: Path) -> bytes:
+    """The exported model's file."""
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize(("stage", "num_replicas"), RUNS)
-def test_two_hosts_compute_what_one_does(
-    folder: Path, flags: dict[str, Any], stage: str, num_replicas: int
-) -> None:
+def test_two_hosts_compute_what_one_does(folder: Path, stage: str, num_replicas: int) -> None:
     one, two = (folder / name / f"{stage}_{num_replicas}" for name in ("one", "two"))
     assert [line["step"] for line in untimed_lines(two)] == list(range(1, STEPS + 1))
     assert untimed_lines(two) == untimed_lines(one)  # digit by digit
     assert any(line["grad_norm"] > 1e-3 for line in untimed_lines(one))
-    assert weights_hash(two) == weights_hash(one)
+    assert weights(two) == weights(one)
+
+
+def seconds_to_end_without_second(hosts: TwoHosts, scripts: list[Script]) -> list[float]:
+    """Cut the second host off, and wait for both to end; the host is connected again afterwards."""
+    hosts.cut()
+    began, limit = time.monotonic(), GIVEN_UP + 60
+    (scripts[0].log.parent / "cut").touch()
+    seconds = [-1.0, -1.0]
+    while min(seconds) < 0 and time.monotonic() - began < limit:
+        for number, script in enumerate(scripts):
+            if seconds[number] < 0 and script.poll() is not None:
+                seconds[number] = time.monotonic() - began
+        time.sleep(0.05)
+    left = [pid for name in hosts.names for pid in hosts.pids(name)]
+    hosts.mend()
+    assert not left, f"processes {left} are left after {limit} s"
+    return seconds
 
 
 def test_a_host_that_is_cut_off_ends_the_run_which_then_resumes(
-    hosts: TwoHosts, folder: Path, flags: dict[str, Any]
+    hosts: TwoHosts, folder: Path, start_flags: dict[str, str]
 ) -> None:
     run = folder / "cut_off"
-    changes = {"output_dir": run, "save_steps": 1}
-    flags = grpo_flags(folder, flags) | changes | {"ddp_timeout": DDP_TIMEOUT, "num_replicas": 2}
-    cut = cut_amid_run(hosts, folder, flags, limit=GIVEN_UP + 60)
-    assert 0 not in cut.statuses
-    assert cut.seconds[0] < DDP_TIMEOUT + 15
-    assert cut.seconds[1] < GIVEN_UP + 15
-    for rank, log in enumerate(cut.logs):
-        assert f"rank {rank} at step {CUT_IN} of train_grpo:\nTraceback" in log
+    for name in ("cut", "reached"):
+        (folder / name).unlink()
+    flags = flags_of("grpo", 2, run, folder) | start_flags | {"save_steps": 1}
+    command = [ROOT / "train_grpo.py"]
+    command += [word for key, value in flags.items() for word in (f"--{key}", value)]
+    scripts = hosts.start([*command, "--ddp_timeout", DDP_TIMEOUT], folder)
+    while not (folder / "reached").exists():
+        assert [script.poll() for script in scripts] == [None, None], "it ended before the cut"
+        time.sleep(0.05)
+    seconds = seconds_to_end_without_second(hosts, scripts)
+    assert seconds[0] < DDP_TIMEOUT + 15
+    assert seconds[1] < GIVEN_UP + 15
+    for rank, script in enumerate(scripts):
+        assert script.wait(10) != 0
+        log = script.log.read_text()
+        assert f"rank {rank} at step {CUT_IN} of train_grpo:\nTraceback" in log, log
         assert re.search(r"^RuntimeError: .*/gloo/", log, re.MULTILINE)
     assert [line["step"] for line in untimed_lines(run)] == list(range(1, CUT_IN))
 
-    patient = flags | {"ddp_timeout": 300}  # a busy machine may take long to draw and export
-    hosts.run(grpo_command(patient), 2, folder=folder)
+    patient = [*command, "--ddp_timeout", 300]  # a busy machine may take long to draw and export
+    hosts.run(patient, 2, folder=folder)
     undisturbed = folder / "one" / "grpo_2"
     assert untimed_lines(run) == untimed_lines(undisturbed)
-    assert weights_hash(run) == weights_hash(undisturbed)
+    assert weights(run) == weights(undisturbed)
