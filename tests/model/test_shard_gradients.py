@@ -1,14 +1,23 @@
-"""Gradients that are reduced in every micro-batch are those that are reduced once a step.
+"""Gradients reduced in every micro-batch are those reduced once a step; what a rank holds, sends.
 
 - Losses and gradient norms of a run agree to 1e-6 relative, on 2 ranks and on 2 replicas of 2
   shards: with several micro-batches, LoRA, recomputed activations, offload, and ranks that have
   fewer rows, or none, and run micro-batches of weight 0.
 - Between its micro-batches a rank holds its shard of them, not all: 4 bytes a parameter / ranks.
 - A group of shards reduces in each micro-batch, replicas sum in the last one only.
+- A rank's shard is the rows of every parameter that its group gives it, filled up to whole rows; so
+  are the gradients that it is left with, and each of the optimiser's two moments.
+- A micro-batch gathers each unit's weights once, and those of each block once more in backward.
+- An update sums two numbers over the ranks, however many parameters there are: the squared norm of
+  the gradients, and how many losses are not finite.
+
+Of 8 and of 64 ranks one is run, in one process: the others are only said to be there.
 """
 
 import gc
 import time
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import distributed
 from common.forward import Policy
-from common.model import fsdp
+from common.model import fsdp, optim
 from common.padding import padded_batch
 from common.run import Run
 
@@ -89,7 +98,7 @@ def test_losses_are_the_same(runs: Path, num_ranks: int, name: str) -> None:
 # --- what a rank holds and sends ------------------------------------------------------------------
 
 
-COLLECTIVES = ("reduce_scatter", "allreduce_")
+COLLECTIVES = ("reducescatter", "allreduce", "allgather")
 NUM_UNITS = 3  # two blocks and the root
 
 
@@ -112,9 +121,11 @@ def accumulate_both_ways(num_replicas: int, fake_world: int) -> list[dict[str, A
 
 
 def accumulate(how: bool, num_replicas: int) -> dict[str, Any]:
-    """Bytes held after each micro-batch, and collectives in it."""
-    config = tiny.train_config(shard_gradients=how, num_replicas=num_replicas)
-    policy = fsdp.shard(Policy(tiny.causal_lm("llama")), config, distributed.mesh(num_replicas))
+    """Bytes held after each micro-batch, and collectives in it; numbers held, and the update's."""
+    config = tiny.train_config(shard_gradients=how, num_replicas=num_replicas, layout="padded")
+    policy = Policy(tiny.causal_lm("llama", width=40))
+    shapes = [list(parameter.shape) for parameter in policy.parameters()]
+    policy = fsdp.shard(policy, config, distributed.mesh(num_replicas))
     batch = padded_batch([[3, 4, 5]], [[[6, 7]]], 0)
     policy(batch).token_logps.sum().backward()  # makes what stays
     policy.zero_grad()
@@ -125,23 +136,55 @@ def accumulate(how: bool, num_replicas: int) -> dict[str, Any]:
         with CommDebugMode() as communication:
             policy(part).token_logps.sum().backward()
         held.append(held_bytes() - before)
-        found = communication.get_comm_counts().items()
-        counts.append([sum(n for op, n in found if name in str(op)) for name in COLLECTIVES])
-    return {"held": held, "counts": counts, "all": 4 * sum(p.numel() for p in policy.parameters())}
+        found = calls(communication).items()
+        counts.append([sum(n for call, n in found if name in call) for name in COLLECTIVES])
+    sizes = {"weights": num_local(policy.parameters())}
+    sizes["gradients"] = num_local(parameter.grad for parameter in policy.parameters())
+    for parameter in policy.parameters():
+        local(parameter.grad).fill_(0.01)  # nobody sent the rest of a fake group
+    optimizer = optim.build_optimizer(policy, config)
+    with CommDebugMode() as communication:
+        optim.clip_and_step(policy, optimizer, config, 0, 1, torch.zeros(()))
+    states = (x for state in optimizer.state.values() for x in state.values() if x.dim())
+    sizes["moments"] = num_local(states)
+    all_bytes = 4 * sum(p.numel() for p in policy.parameters())
+    seen = {"held": held, "counts": counts, "all": all_bytes, "shapes": shapes, "sizes": sizes}
+    return seen | {"update": calls(communication)}
+
+
+def num_local(tensors: Iterable[Any]) -> int:
+    return sum(local(tensor).numel() for tensor in tensors)
+
+
+def calls(seen: CommDebugMode) -> Counter[str]:
+    """How often each collective was called, by its name without underscores."""
+    found: Counter[str] = Counter()
+    for operator, count in seen.get_comm_counts().items():
+        found[operator.__name__.replace("_", "")] += count
+    return found
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "fake_world", "num_replicas"), [(2, 0, 1), (4, 0, 2), (1, 8, 1), (1, 64, 8)]
+    ("num_ranks", "fake_world", "num_replicas"),
+    [(2, 0, 1), (4, 0, 2), (1, 8, 1), (1, 64, 1), (1, 64, 8)],
 )
-def test_a_rank_holds_its_shard(
+def test_a_rank_holds_and_sends_its_shard(
     tmp_path: Path, num_ranks: int, fake_world: int, num_replicas: int
 ) -> None:
     group = {"num_replicas": num_replicas, "fake_world": fake_world}
     sharded, whole = launch(accumulate_both_ways, num_ranks, tmp_path, **group)[0]
     num_shards = (fake_world or num_ranks) // num_replicas
+    shard = 0
+    for rows, *columns in whole["shapes"]:
+        shard += -(-rows // num_shards) * (columns[0] if columns else 1)
     assert whole["held"][:-1] == pytest.approx([whole["all"]] * 2, rel=0.02)
     for held in (*sharded["held"], whole["held"][-1]):
-        assert held == pytest.approx(whole["all"] / num_shards, rel=0.03)  # rows are filled up
-    once, last = [NUM_UNITS, 0], [NUM_UNITS, NUM_UNITS * (num_replicas > 1)]
-    assert whole["counts"] == [[0, 0], [0, 0], last]
+        assert held == pytest.approx(4 * shard, rel=0.03)
+    gathers = NUM_UNITS + NUM_UNITS - 1
+    once, last = [NUM_UNITS, 0, gathers], [NUM_UNITS, NUM_UNITS * (num_replicas > 1), gathers]
+    assert whole["counts"] == [[0, 0, gathers], [0, 0, gathers], last]
     assert sharded["counts"] == [once, once, last]
+    if fake_world:  # rank 0, which has the most rows
+        for found in (sharded, whole):
+            assert found["sizes"] == {"weights": shard, "gradients": shard, "moments": 2 * shard}
+            assert found["update"] == {"allreduce": 2}
