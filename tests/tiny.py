@@ -101,6 +101,18 @@ def like_pretrained(lm: Any) -> Any:
     return lm
 
 
+def cap_logits(lm: Any) -> None:
+    """Have the model cap its logits at 30, as Gemma 2 does."""
+    plain = lm.forward
+
+    def capped(**inputs: Any) -> Any:
+        output = plain(**inputs)
+        output.logits = 30 * torch.tanh(output.logits / 30)
+        return output
+
+    lm.forward = capped
+
+
 def train_config(**fields: Any) -> SFTConfig:
     """A config that names no folder that would be read or written."""
     needed = {"output_dir": "unused", "model_name_or_path": "unused", "micro_batch_size": 4}
@@ -131,8 +143,16 @@ def vocabulary(
 
 def plain_logits(lm: Any, prompt: list[int], completion: list[int]) -> Tensor:
     """Logits (C, V) that predict the completion: transformers alone, one sequence, no padding."""
-    logits = lm(input_ids=torch.tensor([prompt + completion])).logits[0]
-    return logits[len(prompt) - 1 : -1]
+    ids = torch.tensor([prompt + completion], device=distributed.device())
+    return lm(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+
+
+def plain_logps(
+    lm: Any, prompt: list[int], completion: list[int], temperature: float = 1.0
+) -> Tensor:
+    """Log-probabilities (C,) of a completion's tokens from `plain_logits`, in float64."""
+    logps = (plain_logits(lm, prompt, completion).double() / temperature).log_softmax(-1)
+    return logps[torch.arange(len(completion)), torch.tensor(completion)].cpu()
 
 
 def enumerated_kl(

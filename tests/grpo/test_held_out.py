@@ -68,11 +68,9 @@ def held_out(folder: Path, policy: Policy, reference: Policy | None, **flags: An
     return HeldOut(sampler, scorer, reference, prompts, pairs, config)
 
 
-def plain_logp(policy: Policy, prompt: list[int], completion: list[int], temperature: float = 1):
+def plain_logp(policy: Policy, *row: Any) -> float:
     """Log-probability of a completion: transformers' forward of one sequence, no padding."""
-    logits = policy.lm(input_ids=torch.tensor([prompt + completion])).logits[0]
-    logps = torch.log_softmax(logits[len(prompt) - 1 : -1].double() / temperature, -1)
-    return float(logps.gather(1, torch.tensor(completion)[:, None]).sum())
+    return float(tiny.plain_logps(policy.lm, *row).sum())
 
 
 def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
@@ -105,13 +103,13 @@ def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
         for end, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
             value = metrics.pop(f"{head}{end}{slash}{function}")
             assert value == pytest.approx(own[key], abs=1e-5), (name, end)
-    better = [
-        plain_logp(policy, e.prompt_ids, e.completions[0])
-        - plain_logp(reference, e.prompt_ids, e.completions[0])
-        > plain_logp(policy, e.prompt_ids, e.completions[1])
-        - plain_logp(reference, e.prompt_ids, e.completions[1])
-        for e in found.pairs
-    ]
+    better = []
+    for e in found.pairs:
+        chosen, rejected = (
+            plain_logp(policy, e.prompt_ids, ids) - plain_logp(reference, e.prompt_ids, ids)
+            for ids in e.completions
+        )
+        better.append(chosen > rejected)
     assert 0 < sum(better) < len(better)
     assert metrics.pop("eval_accuracy") == sum(better) / len(better)
     assert set(metrics) == {"eval_accuracy_low", "eval_accuracy_high"}
