@@ -67,19 +67,17 @@ def test_sft_over_two_micro_batches():
     assert_same(ours, trl, logps)
 
 
-@pytest.mark.parametrize("margin", [None, torch.tensor([0.0, 0.5, 1.0, 2.0, 0.1, 0.3]).double()])
-def test_reward_model(margin: Tensor | None):
-    rewards = policy_logps()[:, 0]
-    ours = losses.bradley_terry_loss(rewards[:6], rewards[6:], margin=margin).mean()
-    assert_same(ours, trl_code.reward_loss(rewards, margin, None), rewards)
+MARGINS = torch.tensor([0.0, 0.5, 1.0, 2.0, 0.1, 0.3]).double()
 
 
-def test_reward_model_with_centred_rewards():
+@pytest.mark.parametrize(("margin", "centering"), [(None, None), (MARGINS, None), (None, 0.1)])
+def test_reward_model(margin: Tensor | None, centering: float | None):
     rewards = policy_logps()[:, 0]
     chosen, rejected = rewards.chunk(2)
-    pairs = losses.bradley_terry_loss(chosen, rejected)
-    ours = (pairs + 0.1 * losses.centering_penalty(chosen, rejected)).mean()
-    assert_same(ours, trl_code.reward_loss(rewards, None, 0.1), rewards)
+    ours = losses.bradley_terry_loss(chosen, rejected, margin=margin).mean()
+    if centering:
+        ours = ours + centering * losses.centering_penalty(chosen, rejected).mean()
+    assert_same(ours, trl_code.reward_loss(rewards, margin, centering), rewards)
 
 
 # ---- preference losses ---------------------------------------------------------------------------
@@ -266,29 +264,28 @@ def test_share_of_clipped_tokens():
     assert 0 < clipped.sum().item() / MASK.sum().item() == pytest.approx(share)
 
 
+SOFT = [
+    # TRL's `epsilon_high` is the bound itself; ours, as the paper's, is its distance from 1.
+    ({"objective": "cispo", "epsilon_high": 0.28}, {"epsilon_high": 1.28}, "token"),
+    (
+        {"objective": "sapo", "temperatures": (0.5, 1.5)},
+        {"args": {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 1.5}},
+        "grpo",
+    ),
+]
+
+
 @pytest.mark.parametrize("ratio_level", losses.RATIO_LEVELS)
-def test_cispo(ratio_level: str):
-    """TRL's `epsilon_high` is the bound itself; ours, as the paper's, is its distance from 1."""
+@pytest.mark.parametrize(("options", "settings", "aggregation"), SOFT, ids=["cispo", "sapo"])
+def test_cispo_and_sapo(options: dict, settings: dict, aggregation: str, ratio_level: str):
     logps = policy_logps()
-    options = {"objective": "cispo", "epsilon_high": 0.28, "ratio_level": ratio_level}
+    options = options | {"ratio_level": ratio_level}
     per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK, **options)
-    ours = losses.aggregate(per_token, MASK, aggregation="token")
-    settings = {"loss_type": "cispo", "importance_sampling_level": ratio_level}
-    stand_in = trl_code.grpo_trainer(logps, epsilon_high=1.28, **settings)
+    ours = losses.aggregate(per_token, MASK, aggregation=aggregation)
+    settings = settings | {"importance_sampling_level": ratio_level}
+    stand_in = trl_code.grpo_trainer(logps, loss_type=options["objective"], **settings)
     trl = trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, old_per_token_logps=OLD)
     assert_same(ours, trl, logps)
-
-
-@pytest.mark.parametrize("ratio_level", losses.RATIO_LEVELS)
-def test_sapo(ratio_level: str):
-    logps = policy_logps()
-    options = {"objective": "sapo", "temperatures": (0.5, 1.5), "ratio_level": ratio_level}
-    per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK, **options)
-    arguments = {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 1.5}
-    settings = {"loss_type": "sapo", "importance_sampling_level": ratio_level, "args": arguments}
-    stand_in = trl_code.grpo_trainer(logps, **settings)
-    trl = trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, old_per_token_logps=OLD)
-    assert_same(losses.aggregate(per_token, MASK), trl, logps)
 
 
 def test_completions_far_from_the_sampler_are_left_out():

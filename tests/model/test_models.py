@@ -443,16 +443,6 @@ def test_the_own_pad_token_gets_an_embedding_and_changes_no_other(tmp_path):
     assert lm.config.pad_token_id == 300
 
 
-def test_a_head_in_float32_under_bfloat16_does_not_tie(tmp_path):
-    """Rewards that bfloat16 could not tell apart (8 bits) are told apart."""
-    path = save_policy(tmp_path / "policy")
-    model, tokenizer = new_reward_model(path, short_config(bf16=True))
-    with torch.no_grad():
-        rewards = model(batch_of_rows(tokenizer.pad_token_id))
-    assert rewards.dtype == torch.float32
-    assert not torch.equal(rewards, rewards.bfloat16().float())
-
-
 # ---- what is refused -----------------------------------------------------------------------------
 
 

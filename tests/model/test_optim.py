@@ -64,10 +64,6 @@ def test_the_decay_may_end_above_0_as_in_torch():
         rates(1, learning_rate=7.0, min_lr=8.0)
 
 
-def test_a_warmup_longer_than_the_run_never_reaches_the_peak():
-    assert rates(2, learning_rate=5.0, warmup_steps=4) == pytest.approx([1, 2])
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     total_steps=st.integers(1, 60),
