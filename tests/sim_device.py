@@ -18,7 +18,7 @@ from unittest import mock
 
 import tiny
 import torch
-from ranks import local, run_stages
+from ranks import local
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
 from torch.distributed.tensor import DTensor
@@ -322,18 +322,6 @@ def set_up() -> None:
 
     backend_registration._setup_privateuseone_for_python_backend("sim", Backend())
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied parameters stay tied
-
-
-def run_simulated(jobs: Sequence[dict[str, Any]]) -> list[dict[str, list[dict[str, Any]]]]:
-    """`run_stages` there; returns the counts of each job's parts, by what they are."""
-    set_up()
-    found = []
-    for job in jobs:
-        parts.clear()
-        with on_sim():
-            run_stages([job])
-        found.append({kind: [vars(own) for own in all_of] for kind, all_of in parts.items()})
-    return found
 
 
 def decode_simulated(

@@ -1,19 +1,36 @@
 """Claims about GPUs that need none: stages and options run on a device that is not the CPU.
 
-No tensor of the host meets one of the device; losses and gradient norms are the CPU's up to
-rounding (other kernels compute them); and no micro-batch, update, step or token launches more
-kernels, or has the host wait for the device more often, than a table says (`tests/sim_device.py`).
-No GPU was there.
+- No tensor of the host meets one of the device; losses and gradient norms are the CPU's up to
+  rounding (other kernels compute them); and no micro-batch, update, step or token launches more
+  kernels, or has the host wait for the device more often, than a table says.
+- A step that goes bad names the rows that it names on the CPU.
+- A run that goes on from a checkpoint is the one that never stopped, to the bit.
+- An evaluation finds what it finds on the CPU, up to rounding: accuracies, rewards, win rates.
+
+The device is that of `tests/sim_device.py`. No GPU was there.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
-from ranks import SHORT_RUN, launch, run_stages, untimed_lines
-from sim_device import decode_simulated, run_simulated
+import sim_device
+import torch
+from ranks import SHORT_RUN, flag, launch, run_stages, untimed_lines
+from safetensors.torch import load_file
+from sim_device import decode_simulated
+
+import evaluate
+from common.checkpoint import layout
+from common.config.parser import parse
+from common.model import optim
+from common.report import evaluation_report
 
 COMMON = SHORT_RUN | {
     "num_train_rows": 12,
@@ -53,6 +70,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+LONG = 64  # tokens, of which the rows of a bad step have more
+STEPS, SAVED = 4, 2
+MOVES: dict[str, dict[str, Any]] = {"sft": {}, "grpo": VARIANTS["grpo exact"]}
+
+
 class MicroBatch(NamedTuple):
     """What one costs at most, forward and backward."""
 
@@ -88,44 +110,95 @@ TOKENS = {"shared_prefix": Token(24, 38, 1 / 8, 2), "padded": Token(12, 51, 1 / 
 # metrics of a step that is logged.
 WAITS = {"update": 1, "scoring": 1, "step": 1}
 # And for rewards, and for a KL in the reward.
-MORE_WAITS = {
-    ("grpo", "step"): 1,
-    ("grpo lora", "step"): 1,
-}
+MORE_WAITS = {("grpo", "step"): 1, ("grpo lora", "step"): 1}
+
+
+def run_all(jobs: Sequence[dict[str, Any]], *, simulated: bool) -> list[dict[str, Any]]:
+    """Run stages and evaluations: the counts of each job's parts, and what a spoilt one says."""
+    if simulated:
+        sim_device.set_up()
+    found = []
+    for job in jobs:
+        sim_device.parts.clear()
+        said = ""
+        with sim_device.on_sim() if simulated else contextlib.nullcontext():
+            if job["stage"] == "evaluate":
+                arguments = [word for item in job["flags"].items() for word in flag(*item)]
+                with mock.patch.object(evaluation_report, "write_report"):  # pictures
+                    evaluate.main(parse(evaluate.EvaluateConfig, arguments))
+            elif "bad" in job["name"]:
+                said = sentence_of(job)
+            else:
+                run_stages([job])
+        parts = {kind: [vars(part) for part in all_of] for kind, all_of in sim_device.parts.items()}
+        found.append({"said": said, "parts": parts})
+    return found
+
+
+def sentence_of(job: dict[str, Any]) -> str:
+    """Run a stage whose weights and loss are NaN for long rows from the second update on."""
+    step = optim.clip_and_step
+
+    def spoil(module: Any, *args: Any) -> dict[str, Any]:
+        if args[2] == 1:
+            with torch.no_grad():
+                module.lm.transformer.wpe.weight[LONG:] = torch.nan
+            return step(module, *args[:-1], args[-1] * torch.nan)
+        return step(module, *args)
+
+    with mock.patch.object(optim, "clip_and_step", spoil), pytest.raises(RuntimeError) as caught:
+        run_stages([job])
+    return str(caught.value)
 
 
 @pytest.fixture(scope="module")
 def runs(
     tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
-) -> tuple[Path, dict[str, dict[str, int]]]:
-    """The folder of all runs, `cpu/` and `sim/`, and the parts of the simulated ones.
+) -> tuple[Path, dict[tuple[str, str], dict[str, Any]]]:
+    """The folder of all runs, `cpu/` and `sim/`, and what `run_all` found in each.
 
     Those in `deeper/` have a block more, and a step less.
     """
     folder = tmp_path_factory.mktemp("device")
     deeper = folder / "deeper.json"
     deeper.write_text(json.dumps(json.loads(tiny_gpt2.read_text()) | {"n_layer": 3}))
+    trained, judge = (str(folder / "cpu" / name / "model") for name in ("sft", "reward"))
 
-    def jobs(device: str, new: Path, trained: Path, names: Any, **changes: Any) -> list[Any]:
-        found = []
-        for name in names:
-            stage = name.split()[0]
-            flags = COMMON | VARIANTS[name] | changes | {"output_dir": str(folder / device / name)}
-            flags |= {"model_name_or_path": str(new if stage == "sft" else trained / "model")}
-            flags |= {"tokenizer_name_or_path": str(tokenizer_folder)}
-            if "REWARD MODEL" in flags.get("reward_funcs", ()):
-                flags["reward_funcs"] = [str(folder / "cpu" / "reward" / "model"), "gold"]
-            found.append({"stage": stage, "flags": flags})
-        return found
+    def job(device: str, name: str, flags: dict[str, Any], start: Path | str = trained) -> Any:
+        paths = {"output_dir": str(folder / device / name), "model_name_or_path": str(start)}
+        flags = flags | paths | {"tokenizer_name_or_path": str(tokenizer_folder)}
+        if "REWARD MODEL" in flags.get("reward_funcs", ()):
+            flags["reward_funcs"] = [judge, "gold"]
+        return {"name": name, "stage": name.split()[0], "flags": flags, "device": device}
 
-    on_cpu = (tiny_gpt2, folder / "cpu" / "sft")
-    launch(run_stages, 1, folder, jobs=jobs("cpu", *on_cpu, VARIANTS))
+    def on(device: str) -> list[dict[str, Any]]:
+        jobs = []
+        for name, flags in VARIANTS.items():
+            start = tiny_gpt2 if name.startswith("sft") else trained
+            jobs.append(job(device, name, COMMON | flags, start))
+        for stage, flags in MOVES.items():
+            jobs.append(job(device, f"{stage} bad", COMMON | flags))
+            flags = COMMON | flags | {"max_steps": STEPS, "save_steps": SAVED, "eval_steps": 0}
+            jobs.append(job(device, f"{stage} whole", flags))
+            saved = layout.folder_of(folder / device / f"{stage} whole", SAVED)
+            flags |= {"resume_from_checkpoint": str(saved)}
+            jobs.append(job(device, f"{stage} resumed", flags))
+        known = {f.name for f in fields(evaluate.EvaluateConfig)}
+        flags = {name: value for name, value in COMMON.items() if name in known}
+        flags |= {"policies": [trained], "reward_models": [judge], "num_prompts": 4}
+        return [*jobs, job(device, "evaluate", flags | {"reward_funcs": ["gold"]})]
+
     short = {"max_steps": 1, "eval_steps": 0, "num_sample_prompts": 0}
-    all_jobs = jobs("sim", *on_cpu, VARIANTS)
-    all_jobs += jobs("deeper", deeper, folder / "deeper" / "sft", MICRO_BATCHES, **short)
-    (parts,) = launch(run_simulated, 1, folder, jobs=all_jobs)
-    names = [("sim", name) for name in VARIANTS] + [("deeper", name) for name in MICRO_BATCHES]
-    return folder, dict(zip(names, parts, strict=True))
+    simulated = on("sim")
+    for name in MICRO_BATCHES:
+        start = deeper if name.startswith("sft") else folder / "deeper" / "sft" / "model"
+        simulated.append(job("deeper", name, COMMON | VARIANTS[name] | short, start))
+    seen = {}
+    for jobs in (on("cpu"), simulated):
+        is_simulated = jobs is simulated
+        (found,) = launch(run_all, 1, folder, timeout=900, jobs=jobs, simulated=is_simulated)
+        seen |= {(j["device"], j["name"]): one for j, one in zip(jobs, found, strict=True)}
+    return folder, seen
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -140,7 +213,7 @@ def test_the_device_computes_what_the_cpu_does(runs: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", MICRO_BATCHES)
 def test_a_micro_batch_costs_no_more_than_this(runs: Any, name: str) -> None:
-    costs, deeper = (most(runs[1][key, name]["micro-batch"]) for key in ("sim", "deeper"))
+    costs, deeper = (most(runs[1][key, name]["parts"]["micro-batch"]) for key in ("sim", "deeper"))
     per_block = deeper["kernels"] - costs["kernels"]
     beside = costs["kernels"] - 2 * per_block
     cost = MicroBatch(per_block, beside, costs["masked"], costs["waits"])
@@ -151,7 +224,7 @@ def test_a_micro_batch_costs_no_more_than_this(runs: Any, name: str) -> None:
 @pytest.mark.parametrize("kind", WAITS)
 @pytest.mark.parametrize("name", MICRO_BATCHES)
 def test_the_host_waits_no_more_often_than_this(runs: Any, name: str, kind: str) -> None:
-    parts = runs[1]["sim", name].get(kind, [])
+    parts = runs[1]["sim", name]["parts"].get(kind, [])
     if kind == "step":
         parts = parts[-2:]  # the last one, which checks nothing, and what is behind it
     allowed = WAITS[kind] + MORE_WAITS.get((name, kind), 0)
@@ -185,3 +258,49 @@ def above(found: Any, allowed: Any) -> dict[str, tuple[float, int]]:
     """The costs that are higher than is allowed, and what is."""
     costs = zip(found._fields, found, allowed, strict=True)
     return {name: (cost, most) for name, cost, most in costs if cost > most}
+
+
+@pytest.mark.parametrize("stage", MOVES)
+def test_a_bad_step_names_its_rows(runs: Any, stage: str) -> None:
+    on_cpu, there = (
+        re.search(
+            r"the loss of 1 ranks .* those of \d+ rows, [^.]+\.",
+            runs[1][device, f"{stage} bad"]["said"],
+        )
+        for device in ("cpu", "sim")
+    )
+    assert on_cpu
+    assert there
+    assert there[0] == on_cpu[0]
+
+
+@pytest.mark.parametrize("stage", MOVES)
+def test_a_resumed_run_is_the_run_that_never_stopped(runs: Any, stage: str) -> None:
+    whole, resumed = (runs[0] / "sim" / f"{stage} {kind}" for kind in ("whole", "resumed"))
+    lines = untimed_lines(whole)
+    assert {line["step"] for line in lines} == set(range(1, STEPS + 1))
+    assert untimed_lines(resumed) == [line for line in lines if line["step"] > SAVED]
+    weights, again = (load_file(run / "model" / "model.safetensors") for run in (whole, resumed))
+    assert weights.keys() == again.keys()
+    assert all(torch.equal(weights[key], again[key]) for key in weights)
+
+
+def test_an_evaluation_finds_the_same(runs: Any) -> None:
+    there, on_cpu = (
+        json.loads((runs[0] / device / "evaluate" / "results.json").read_text())
+        for device in ("sim", "cpu")
+    )
+    assert [system["name"] for system in there["systems"]] == ["sft", "reward"]
+    for key in ("systems", "win_rates", "comparison"):
+        found, expected = (dict(numbers(results[key])) for results in (there, on_cpu))
+        assert len(found) > 1
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in lists and dictionaries, but for timings, by where they stand."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from numbers(inner, f"{path}/{key}")
+    elif isinstance(value, int | float) and not path.endswith(("minutes", "memory_gb")):
+        yield path, value
