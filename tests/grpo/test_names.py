@@ -54,7 +54,9 @@ def run_flags(base: Path, output_dir: Path, stage: str) -> dict[str, Any]:
         "max_completion_length": 24,
         "max_steps": 2,
     }
-    if stage == "grpo":
+    if stage == "dpo":
+        flags["num_train_rows"] = 100
+    else:
         flags |= {"reward_funcs": f"{base}/rewards.py:letters", "num_generations": 4}
     return flags
 
