@@ -118,12 +118,6 @@ def test_batch_by_hand():
     assert batch.num_tokens == 5
 
 
-def test_completions_without_tokens_have_no_columns():
-    batch = padding.padded_batch([[1, 2], [3]], [[[]], [[]]], 0)
-    assert batch.completion_ids.shape == batch.completion_mask.shape == (2, 0)
-    assert batch.input_ids.tolist() == [[1, 2], [0, 3]]
-
-
 def test_moving_a_batch_moves_every_tensor():
     batch = padding.padded_batch([[1]], [[[2]]], 0).to("meta")
     tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]

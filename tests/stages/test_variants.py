@@ -19,7 +19,7 @@ import train_sft
 from common.config.flags import CompletionFlags, FrozenFlags, SampleTableFlags
 from common.config.stages import TrainConfig
 from common.sampling.vllm.config import EngineConfig
-from tests.variants import OF_STAGE, VARIANTS, Run, compare, job_of, label, largest_difference, row
+from tests.variants import OF_STAGE, VARIANTS, Run, compare, label, largest_difference, row
 
 CONFIGS: dict[str, Any] = {
     "sft": train_sft.SFTConfig,
@@ -43,10 +43,6 @@ def values_of(stage: str, name: str) -> list[Any]:
     return found
 
 
-def test_every_stage_has_variants():
-    assert VARIANTS.keys() == STAGES.keys() == CONFIGS.keys()
-
-
 @pytest.mark.parametrize(("stage", "field"), OWN, ids=lambda value: getattr(value, "name", value))
 def test_every_objective_flag_is_tried(stage: str, field: Any):
     tried = values_of(stage, field.name)
@@ -58,20 +54,10 @@ def test_every_objective_flag_is_tried(stage: str, field: Any):
         assert choice in tried or choice == usual, choice
 
 
-@pytest.mark.parametrize("stage", VARIANTS)
-def test_no_variant_is_there_twice(stage: str):
-    assert len({label(stage, flags) for flags in VARIANTS[stage]}) == len(VARIANTS[stage])
-
-
-def test_files_take_the_place_of_capital_names(tmp_path: Any):
-    flags = {"reward_funcs": ["LETTERS", "gold"], "ref_model_name_or_path": "OTHER"}
-    paths = {"LETTERS": "f.py:letters", "OTHER": "other/model", "BASE": "base/model"}
-    job = job_of("grpo", flags, tmp_path, 7, paths)
-    assert job["flags"]["reward_funcs"] == ["f.py:letters", "gold"]
-    assert job["flags"]["ref_model_name_or_path"] == "other/model"
-    assert job["flags"]["model_name_or_path"] == "base/model"
-    assert job["flags"]["max_steps"] == 7
-    assert job["flags"]["num_generations"] == 3
+def test_every_stage_has_variants_and_none_is_there_twice():
+    assert VARIANTS.keys() == STAGES.keys() == CONFIGS.keys()
+    for stage, variants in VARIANTS.items():
+        assert len({label(stage, flags) for flags in variants}) == len(variants)
 
 
 def new_run(losses: list[float], weights: list[float], rollouts: Any, heard: int = 0) -> Run:
@@ -85,24 +71,20 @@ def test_two_runs_are_compared_by_hand():
         "step 0, row 4": [[1, 2], [3]],
         "step 1, row 2": [[5], [6]],
         "step 10, row 4": [[7], [8]],
+        "step 12, row 0": [[1], [2]],
     }
     one = new_run([1.0, -0.5, 1e-9], [3.0, 4.0], completions)
     flipped = completions | {"step 10, row 4": [[7], [9]], "step 1, row 2": [[5], [6, 6]]}
     flipped["step 3, row 0"] = [[1], [1]]  # filler that only the other run has
+    del flipped["step 12, row 0"]  # of a prompt that it lost all completions differ
     other = new_run([1.01, -0.6, 1e-4], [3.0, 4.5], flipped, heard=2)
     found = compare(one, other)
     assert found.loss == pytest.approx(0.2)  # the third: 1e-4 against 0.01, not against 1e-9
     assert found.grad_norm == 0
     assert found.weights == pytest.approx(0.1)  # 0.5 of a norm of 5
-    assert (found.num_drawn, found.num_other, found.first_step) == (6, 2, 1)
+    assert (found.num_drawn, found.num_other, found.first_step) == (8, 4, 1)
     assert found.loss_before == pytest.approx(0.01)  # of the first step only
     line = row("name", 2, one, other)
-    assert line.startswith("| name | 1, 2 | 2.0e-01 | 0.0e+00 | 1.0e-01 | 2 of 6, from step 2")
+    assert line.startswith("| name | 1, 2 | 2.0e-01 | 0.0e+00 | 1.0e-01 | 4 of 8, from step 2")
     assert line.endswith("(before: 1.0e-02) | 2 |")
-
-
-def test_a_run_that_lost_a_prompt_differs_in_all_its_completions():
-    one = new_run([1.0], [3.0, 4.0], {"step 0, row 4": [[1], [2]]})
-    found = compare(one, new_run([1.0], [3.0, 4.0], {}))
-    assert (found.num_other, found.first_step) == (2, 0)
     assert largest_difference(one, one, "loss") == 0
