@@ -69,6 +69,10 @@ def test_a_function_that_is_only_watched_adds_no_step():
     found = call(functions, [1.0, 0.0, 0.0], [3])
     assert found.steps == [{0: 1.0}]
     assert found.by_function["also"].tolist() == [9.0]
+    functions = {"watched": returned([(1, 1.0)], [(0, 3.0)]), "a": returned(10, 20)}
+    found = call(functions, [0.0, 1.0], [4, 2])
+    assert found.steps == []
+    assert found.total.tolist() == [10.0, 20.0]
 
 
 def test_two_functions_may_reward_the_same_step():
@@ -158,10 +162,3 @@ def test_tokens_are_trained_on_the_steps_that_end_at_or_after_them(tmp_path: Pat
     ]
     torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
     assert list(scored.by_function) == ["steps", "stops"]
-
-
-def test_a_function_that_is_only_watched_rewards_no_steps():
-    functions = {"watched": returned([(1, 1.0)], [(0, 3.0)]), "a": returned(10, 20)}
-    found = call(functions, [0.0, 1.0], [4, 2])
-    assert found.steps == []
-    assert found.total.tolist() == [10.0, 20.0]

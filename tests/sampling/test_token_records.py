@@ -1,6 +1,7 @@
 """Tables of samples say of every token how likely policy and reference find it; reports show that.
 
-The target is a plain forward pass of the Hugging Face model, a completion at a time.
+The target is a plain forward pass of the Hugging Face model, a completion at a time. What a reward
+function logs is in the tables, and recorded as the mean of its calls, whichever ranks call.
 """
 
 import json
@@ -10,14 +11,11 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from ranks import SHORT_RUN, launch, run_stages
 
-from common.data import Example
 from common.forward import Policy
 from common.record.jsonl import read_jsonl
 from common.report.blocks import Completion
-from common.report.plots import curve_panels
 from common.report.sections import (
     ADVANTAGE,
     KL,
@@ -31,7 +29,6 @@ from common.report.sections import (
     training_browser,
 )
 from common.sampling import token_records
-from common.sampling.sampler import Rollouts
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -47,20 +44,12 @@ def test_log_probabilities_are_those_of_a_plain_forward(layout: str, temperature
     expected = []
     for example in examples:
         for ids in example.completions:
-            logits = plain(torch.tensor([example.prompt_ids + ids])).logits[0] / temperature
-            of_next = torch.log_softmax(logits, -1)[len(example.prompt_ids) - 1 : -1]
-            expected.append(of_next.gather(-1, torch.tensor(ids)[:, None]).flatten().tolist())
+            row = tiny.plain_logps(plain, example.prompt_ids, ids, temperature)
+            expected.append(row.tolist())
     assert [len(each) for each in logps] == [4, 1, 7, 2, 6, 3]
     for found, wanted in zip(logps, expected, strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)
     assert token_records.token_logps(Policy(lm), [], config, tiny.vocabulary()) == []
-
-
-def test_completions_go_to_their_prompts() -> None:
-    examples = [Example(n, str(n), [n], [], {}) for n in range(2)]
-    made = Rollouts.of([[1], [2, 3], [4], [5]], [], [True] * 4).completed(examples)
-    assert [example.completions for example in made] == [[[1], [2, 3]], [[4], [5]]]
-    assert [example.prompt for example in made] == ["0", "1"]
 
 
 # --- runs ---
@@ -75,8 +64,20 @@ COMMON = SHORT_RUN | {
     "learning_rate": 0.01,
     "warmup_steps": 0,
 }
+JUDGE = """
+import os
+
+def judge(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
+    rank, step = int(os.environ.get("RANK", "0")), trainer_state.global_step
+    log_metric("number", len(prompts))
+    if rank == 0 and step % 2 == 1:  # a name that the other rank never hears of
+        log_metric("rare", step)
+        log_metric("loss", 100.0)  # a name of ours: it does not reach our loss
+    log_extra("tokens", [len(ids) for ids in completion_ids])
+    return [len(set(text)) / 10 for text in completions]
+"""
 STAGES = {
-    "grpo": {"num_generations": 3, "reward_funcs": "gold", "beta": 0.1},
+    "grpo": {"num_generations": 3, "beta": 0.1, "logging_steps": 2},
     "dpo": {"beta": 0.1},
     "sft": {},
 }
@@ -90,9 +91,12 @@ def runs(
 ) -> dict[int, Path]:
     """The stages on one rank and on two."""
     folder = tmp_path_factory.mktemp("records")
+    (folder / "judge.py").write_text(JUDGE)
 
     def job(stage: str, number: int) -> dict[str, Any]:
         flags = COMMON | start_flags | STAGES[stage] | {"output_dir": folder / str(number) / stage}
+        if stage == "grpo":
+            flags |= {"reward_funcs": f"{folder}/judge.py:judge"}
         return {"stage": stage, "flags": {name: str(value) for name, value in flags.items()}}
 
     jobs = {number: [job(stage, number) for stage in STAGES] for number in (1, 2)}
@@ -146,6 +150,17 @@ def test_the_number_of_ranks_changes_no_record(runs: dict[int, Path]) -> None:
                     assert value == pytest.approx(there[name], abs=2e-3), (stage, name)
                 elif name != "advantage":
                     assert value == there[name], (stage, name)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_reward_function_logs_is_recorded(runs: dict[int, Path], num_ranks: int) -> None:
+    (line,) = read_jsonl(runs[num_ranks] / "grpo" / "metrics.jsonl")  # of both steps
+    assert line["logged/number"] == 12 / num_ranks
+    assert line["logged/rare"] == 1
+    assert line["logged/loss"] == 100
+    assert abs(line["loss"]) < 1
+    for row in read_jsonl(runs[num_ranks] / "grpo" / "samples.jsonl"):
+        assert row["logged/tokens"] == len(row["tokens"])
 
 
 # --- in a report ---
@@ -225,17 +240,6 @@ def test_a_chain_s_runs_become_sections(runs: dict[int, Path]) -> None:
     assert labels == ["completion", "chosen", "rejected"]
     assert all(c.tokens for c in first)
     assert "log-ratio to the reference" in browser.caption
-
-
-def test_panels_hold_what_was_logged() -> None:
-    lines = [{"step": 1, "loss": 2.0, "tokens": 9.0}, {"step": 2, "loss": None, "reward/gold": 1.0}]
-    loss, functions = curve_panels(lines)
-    assert (loss.title, loss.lines[0].x, functions.lines[0].label) == (
-        "Loss",
-        [1, 2],
-        "reward/gold",
-    )
-    assert math.isnan(loss.lines[0].y[1])
 
 
 def test_completions_come_from_the_evaluation_s_own_file(tmp_path: Path) -> None:
