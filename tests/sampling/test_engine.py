@@ -34,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("process_group")
 STOP = 0
 EXAMPLES = tiny.ragged_examples([(5,), (9,), (13,)])
 REQUIRED = {"output_dir": "unused", "model_name_or_path": "unused", "reward_funcs": ["gold"]}
-SERVER = {"rollout_server": "http://a:1"}
 
 
 @pytest.fixture
@@ -244,19 +243,6 @@ def test_a_server_without_the_calls_is_told_from_its_status(stand_in, monkeypatc
 
 
 # ---- flags ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"rollout_server": "node7:8000"}, "it must be a URL, as http://node7:8000"),
-        (SERVER | {"temperature": 0.001}, "--temperature is 0.001; it must be at least 0.01"),
-        (SERVER | {"temperature": 0.7, "top_p": 0.9}, "must be 1 with .* and --top_k or --top_p"),
-    ],
-)
-def test_flags_that_contradict_are_refused(fields, sentence):
-    with pytest.raises(UserError, match=sentence):
-        GRPOConfig(**REQUIRED, **fields)
 
 
 def test_a_restricted_distribution_needs_log_probabilities_before_it():
