@@ -3,7 +3,7 @@
 Targets: transformers' own models with their own (eager) attention on one padded row per completion,
 and, for a single attention call, a dense mask written token by token. Both ways of computing the
 attention are held to them, the CPU's kernel and public functions; models whose attention cannot be
-replaced are refused.
+replaced are refused. Whole runs in either layout are in `test_invariance`.
 """
 
 import copy
@@ -12,7 +12,6 @@ import gc
 import itertools
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +20,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import SHORT_RUN, TIMINGS, launch, run_stages, untimed_lines
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import distributed, padding, self_checks
 from common.errors import UserError
@@ -31,7 +28,6 @@ from common.forward import Policy, RewardModel
 from common.model import fsdp, load, shared_attention, shared_prefix
 from common.model.shared_attention import branch_attention
 from common.padding import Layout, PaddedBatch, SharedPrefixBatch, padded_batch, shared_prefix_batch
-from common.record.jsonl import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -140,25 +136,26 @@ def test_also_at_another_temperature_recomputed_and_with_fillers(family):
     compare_policies(family, CASES["mixed"], 0.7, True, is_real=real, seed=3)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize(("num_heads", "num_key_value_heads"), [(4, 1), (6, 3), (4, 4)])
-def test_also_with_other_groups_of_heads(family, num_heads, num_key_value_heads):
+def heads(num_heads: int, num_key_value_heads: int) -> dict[str, Any]:
     shape = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_value_heads}
-    shape |= {"width": 8 * num_heads}
+    return shape | {"width": 8 * num_heads}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        *((family, heads(*n)) for family in ("llama", "qwen2") for n in ((4, 1), (6, 3), (4, 4))),
+        *(("gpt2", {"n_layer": n}) for n in (1, 3)),  # the last block is shortened, be it the first
+        *(("qwen2", {"num_hidden_layers": n}) for n in (1, 3)),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+        ),  # the second layer's are halved
+        ("olmo2", {}),  # has no norm before its attention: the last block is computed whole
+    ],
+)
+def test_also_in_other_shapes(family, shape):
     compare_policies(family, CASES["mixed"], 1.0, False, shape)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_also_with_one_block_or_three(family, num_layers):
-    """The last block is shortened, be it the first."""
-    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    compare_policies(family, CASES["mixed"], 1.0, False, {name: num_layers})
-
-
-def test_also_with_another_scale_of_the_scores():
-    shape = {"scale_attn_by_inverse_layer_idx": True}  # the second layer's are half as large
-    compare_policies("gpt2", CASES["mixed"], 1.0, False, shape)
 
 
 @settings(max_examples=12, deadline=None)
@@ -202,27 +199,6 @@ def test_an_entropy_that_was_not_asked_for_is_0():
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_filler_moves_nothing(family):
-    """Neither its score nor its gradient is there; the pairs beside it are as without it."""
-    prompts, completions = [[5, 6, 7], [9] * 4], [[[8, 2], [3]], [[4, 4], [1, 2, 3]]]
-    gradient = []
-    for extra in (False, True):
-        batch = shared_prefix_batch(
-            prompts + [[0]] * extra,
-            completions + [[[0], [0]]] * extra,
-            7,
-            is_real=[True, True] + [False] * extra,
-        )
-        policy = Policy(tiny.causal_lm(family))
-        scores = policy(batch.to(distributed.device()), with_entropy=True)
-        assert (scores.token_logps[4:] == 0).all()
-        assert (scores.entropy[4:] == 0).all()
-        (scores.token_logps.sum() + scores.entropy.sum()).backward()
-        gradient.append(policy)
-    assert_gradients_close(*gradient)
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_in_the_padded_layout(family):
     """The layouts round apart; neither error is much the larger."""
     padded, shared = both_batches(CASES["mixed"])
@@ -262,11 +238,6 @@ def test_the_last_block_computes_what_is_read_only(family):
     is_read[tail] = True
     assert (outputs[1][0].cpu()[~is_read] == 0).all()
     assert (outputs[1][0].cpu()[is_read] != 0).any(-1).all()
-
-
-def test_a_last_block_that_cannot_be_shortened_is_computed_whole():
-    """OLMo 2 has no norm before its attention."""
-    compare_policies("olmo2", CASES["mixed"], 1.0, False)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -479,12 +450,8 @@ def test_a_shared_row_by_hand():
 
 
 def assert_one_sentence(caught: Any, *parts: str) -> None:
-    text = str(caught.value)
-    assert text.endswith("use --layout padded.")
-    assert "\n" not in text
-    assert text.count(". ") == 0
-    for part in parts:
-        assert part in text
+    tiny.check_sentence(caught.value, *parts)
+    assert str(caught.value).endswith("use --layout padded.")
 
 
 @pytest.mark.parametrize("first_layer", [0, 1])
@@ -501,20 +468,6 @@ def test_a_window_shorter_than_a_completed_prompt_is_refused(first_layer):
         with pytest.raises(UserError) as caught:
             policies[1](batch)
     assert_one_sentence(caught, "a window of 8 tokens", "completion has 9")
-
-
-def other_family(name: str, **fields: Any) -> Any:
-    """A tiny model of another family, with whatever its attention or its logits do beside."""
-    config = AutoConfig.for_model(
-        name,
-        **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
-        **{"max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": None},
-        **fields,
-    )
-    lm = AutoModelForCausalLM.from_config(config)
-    shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
-    return tiny.random_weights(lm, 0).to(distributed.device())
 
 
 def test_a_window_that_is_too_short_is_refused_before_weights_are_read(tmp_path):
@@ -602,7 +555,7 @@ def refused_layout(module: nn.Module) -> None:
 
 
 def test_layouts_agree_refuses_scaled_logits():
-    refused_layout(Policy(other_family("granite", logits_scaling=3.0)))
+    refused_layout(Policy(tiny.causal_lm("granite", logits_scaling=3.0)))
 
 
 @pytest.mark.parametrize("small", [1.0, 1e-3])
@@ -611,15 +564,8 @@ def test_a_cap_is_refused_however_small_the_logits_are(small):
     lm = tiny.causal_lm("llama")
     with torch.no_grad():
         lm.lm_head.weight *= small
-    plain = lm.forward
-
-    def capped(**inputs: Any) -> Any:
-        output = plain(**inputs)
-        output.logits = 30 * torch.tanh(output.logits / 30)
-        return output
-
     self_checks.only_tokens_matter(Policy(lm), CONFIG)
-    lm.forward = capped
+    tiny.cap_logits(lm)
     with pytest.raises(UserError) as caught:
         self_checks.only_tokens_matter(Policy(lm), CONFIG)
     assert_one_sentence(caught, "LlamaForCausalLM")
@@ -679,101 +625,7 @@ def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
             assert found is target or [names[u] for u in found] == target
 
 
-# ---- training on two ranks -----------------------------------------------------------------------
-
-STEPS = 3
-COMMON = SHORT_RUN | {
-    "num_train_rows": 11,  # the third of 3 batches of 4 is short
-    "num_eval_rows": 3,
-    "max_completion_length": 16,
-    "micro_batch_size": 3,
-    "max_steps": STEPS,
-}
-FLAGS: dict[str, dict[str, Any]] = {
-    "sft": {},
-    "reward": {},
-    "dpo": {},
-    "grpo": {
-        "num_candidates": 4,
-        "num_generations": 3,
-        "num_iterations": 2,
-        "reward_funcs": ["gold"],
-        "missing_eos_penalty": -0.2,
-        "temperature": 0.7,
-        "learning_rate": 3e-4,
-    },
-}
-SAVING = {
-    "cpu_offload": True,
-    "gradient_checkpointing": True,
-    "prefetch_blocks": 1,
-    "reshard_after_forward": False,
-}
-VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "padded": (tuple(FLAGS), {"layout": "padded"}),
-    "shared_prefix": (tuple(FLAGS), {}),
-    "few tokens at once": (("dpo", "grpo"), {"micro_batch_tokens": 150}),
-    "saving memory": (("dpo",), SAVING),
-    "no reference": (("grpo",), {"beta": 0}),
-}
-COMPARED = [
-    (name, task) for name, (tasks, _) in VARIANTS.items() for task in tasks if name != "padded"
-]
-
-
-@pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]
-) -> tuple[Path, dict[tuple[str, str], list[dict[str, Any]]]]:
-    """The folder of all runs, and what was seen in each, by rank."""
-    folder = tmp_path_factory.mktemp("layouts")
-    keys = [(name, task) for name, (tasks, _) in VARIANTS.items() for task in tasks]
-    jobs = []
-    for name, task in keys:
-        flags = COMMON | start_flags | FLAGS[task] | VARIANTS[name][1]
-        flags["output_dir"] = str(folder / name / task)
-        jobs.append({"stage": task, "flags": flags})
-    records = launch(run_stages, 2, folder, jobs=jobs)
-    per_job = zip(*records, strict=True)
-    return folder, dict(zip(keys, map(list, per_job), strict=True))
-
-
-@pytest.mark.parametrize(("name", "task"), [key for key in COMPARED if key[0] != "no reference"])
-def test_a_stage_trains_alike_in_either_layout(runs, name, task):
-    folder, seen = runs
-    ignored = TIMINGS | {"sampler_kl"}  # which is 0 up to rounding
-    lines, expected = (
-        read_jsonl(folder / variant / task / "metrics.jsonl") for variant in (name, "padded")
-    )
-    assert len(expected) >= STEPS
-    for line, target in zip(lines, expected, strict=True):
-        assert line.keys() == target.keys()
-        # The policy starts as its own reference: which of two equal rewards is larger is rounding.
-        first = {"accuracy"} if task == "dpo" and target["step"] == 1 else set()
-        for key in line.keys() - ignored - first:
-            assert line[key] == pytest.approx(target[key], rel=1e-5, abs=1e-5), (target, key)
-    for rank, other in zip(seen[name, task], seen["padded", task], strict=True):
-        assert rank["rollouts"] == other["rollouts"]
-        assert rank["state"] == seen[name, task][0]["state"]  # the same on both ranks
-
-
-def test_grpo_with_beta_0_loads_no_reference(runs):
-    folder, seen = runs
-    for name, num_models in (("no reference", 1), ("shared_prefix", 2)):
-        for record in seen[name, "grpo"]:
-            assert len(record["devices"]) == num_models
-        has_kl = ["kl" in line for line in untimed_lines(folder / name / "grpo")]
-        assert any(has_kl) == (num_models == 2)
-
-
-def test_memory_is_really_saved(runs):
-    _, seen = runs
-    for saving, plain in zip(
-        seen["saving memory", "dpo"], seen["shared_prefix", "dpo"], strict=True
-    ):
-        assert saving["is_offloaded"]
-        assert not plain["is_offloaded"]
-        assert saving["num_forwards"] > plain["num_forwards"]
+# ---- once per batch ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bf16", [False, True])
