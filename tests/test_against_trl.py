@@ -174,10 +174,7 @@ AGGREGATIONS = [
 ]
 CLIPS = [
     ({}, {}),
-    (
-        {"epsilon_low": 0.1, "epsilon_high": 0.28},
-        {"epsilon_low": 0.1, "epsilon_high": 0.28},
-    ),
+    ({"epsilon_low": 0.1, "epsilon_high": 0.28}, {"epsilon_low": 0.1, "epsilon_high": 0.28}),
     ({"delta": 1.5}, {"args": {"delta": 1.5}}),
 ]
 
