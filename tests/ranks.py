@@ -360,7 +360,6 @@ class ForkOfTorchrun:
                 signal.signal(number, signal.SIG_DFL)
             os.environ.clear()
             os.environ.update(env)
-            torch.multiprocessing._set_thread_name(Path(args[2]).stem)
             run_here(args[2:])
 
     def poll(self) -> int | None:
