@@ -1,12 +1,19 @@
-"""Claim: a table of README or `docs/` says what its record says."""
+"""Claim: a table of README or `docs/` says what its record says, and pictures are drawn from it.
+
+The pages are compared with what the records of this repository give: of chains, of the speed, of
+the second task and of the ablations. One table is worked out by hand.
+"""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from common.evaluation.records import BASELINES
-from experiments.records import make, tables
+from common.evaluation.records import BASELINES, Results
+from experiments.records import ablations, chains, make, reward_curve, speed, tables
 
 PAGE = "# Page\n\nBefore.\n\n<!-- demo.mean -->\nold\n<!-- /demo.mean -->\n\nAfter.\n"
 RECORD = {
@@ -26,6 +33,42 @@ def test_tables_are_those_of_the_records(page: Path):
     assert tables.filled(text, is_in_docs=page.parent != make.ROOT) == text
     places = [name for _, name, _, _ in tables.PLACE.findall(text)]
     assert len(places) == text.count("<!-- /")
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        *(partial(chains.draw, "demo"), partial(speed.draw, "bench-tiny")),
+        *(reward_curve.draw, ablations.draw),
+    ],
+)
+def test_a_picture_is_as_narrow_as_a_phone_needs(
+    draw: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    picture = draw()
+    assert picture.parent == tmp_path / "assets"
+    with Image.open(picture) as image:
+        assert (image.format, image.width < 700) == ("PNG", True)
+
+
+def test_accuracy_is_drawn_with_its_interval_over_prompts(monkeypatch: pytest.MonkeyPatch):
+    drawn = []
+    monkeypatch.setattr(chains, "draw_accuracy", lambda _, results, __: drawn.append(results))
+    monkeypatch.setattr(chains, "draw_reward", lambda *_: None)
+    monkeypatch.setattr(chains, "save", lambda *_: Path())
+    own = {"accuracy": 0.6, "low": 0.58, "high": 0.62}
+    ends = {"prompt_low": 0.5, "prompt_high": 0.7}
+    compared = [
+        {"name": f"dpo {score}", "accuracy": {**own, "accuracy": accuracy, **ends}}
+        for score, accuracy in (("logp", 0.4), ("implicit_reward", 0.6), ("mean_logp", 0.5))
+    ]
+    systems = [{"name": "dpo", "accuracy": own}]
+    results = Results(num_pairs=1_226, systems=systems, comparison={"systems": compared})
+    monkeypatch.setattr(chains, "evaluations", lambda part: {"0": results})
+    chains.draw("demo")
+    accuracy = drawn[0].systems[0]["accuracy"]
+    assert (accuracy["low"], accuracy["accuracy"], accuracy["high"]) == (0.5, 0.6, 0.7)
 
 
 @pytest.fixture
