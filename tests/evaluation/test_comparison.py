@@ -135,18 +135,21 @@ def test_every_source_is_counted_by_itself_by_hand():
 
 
 def test_pairs_of_a_prompt_are_drawn_together():
-    """Twelve prompts of five pairs that are all right or all wrong."""
+    """Twelve prompts of five pairs that are all right or all wrong, of two systems."""
     right = [[1.0, 0.0]] * 30 + [[0.0, 1.0]] * 30
-    apart = table_of(a=right)
-    together = table_of(a=right)
+    apart, together = (table_of(a=right, b=right[::-1]) for _ in range(2))
     for row, line in enumerate(together.pairs):
         line["prompt_sha256"] = str(row // 5)
-    narrow, wide = (summary.compare(t)["systems"][0]["accuracy"] for t in (apart, together))
+    found = [summary.compare(table) for table in (apart, together)]
+    narrow, wide = (each["systems"][0]["accuracy"] for each in found)
     assert (narrow["low"], narrow["high"]) == (wide["low"], wide["high"])  # Wilson's do not know
     assert wide["prompt_high"] - wide["prompt_low"] > 1.8 * (
         narrow["prompt_high"] - narrow["prompt_low"]
     )
-    assert summary.compare(together)["num_prompts"] == 12
+    assert found[1]["num_prompts"] == 12
+    (first,), (second,) = (each["differences"] for each in found)
+    assert second["high"] - second["low"] > 1.8 * (first["high"] - first["low"])
+    assert first["p_value"] == second["p_value"] == 1
 
 
 def test_pairs_of_one_prompt_show_no_difference():
@@ -162,17 +165,6 @@ def test_pairs_of_one_prompt_show_no_difference():
     assert tables.difference_table(found).rows[0][1:] == ["+60.0", "12 : 0", "0.0005"]
     assert tables.accuracy_table(found).rows[1][3] == "\N{EN DASH}"
     assert tables.accuracy_cell(accuracy) == "40.0"
-
-
-def test_differences_are_drawn_over_prompts_too():
-    right = [[1.0, 0.0]] * 30 + [[0.0, 1.0]] * 30
-    table = table_of(a=right, b=right[::-1])
-    (apart,) = summary.compare(table)["differences"]
-    for row, line in enumerate(table.pairs):
-        line["prompt_sha256"] = str(row // 5)
-    (together,) = summary.compare(table)["differences"]
-    assert together["high"] - together["low"] > 1.8 * (apart["high"] - apart["low"])
-    assert together["p_value"] == apart["p_value"] == 1
 
 
 # ---- the file ------------------------------------------------------------------------------------

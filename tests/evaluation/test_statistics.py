@@ -14,29 +14,10 @@ from common.evaluation.intervals import (
     cluster_numbers,
     interval_cell,
     mean_interval,
-    outcomes,
     percentile_interval,
     preference_accuracy,
     wilson_interval,
 )
-
-
-@pytest.mark.parametrize(
-    ("successes", "total", "low", "high"),
-    [
-        (8, 10, 0.490, 0.943),
-        (0, 10, 0.000, 0.278),
-        # Newcombe 1998, Statistics in Medicine 17, table I, method 3
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0000, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-    ],
-)
-def test_wilson_interval_matches_published_values(
-    successes: int, total: int, low: float, high: float
-) -> None:
-    assert wilson_interval(successes, total) == pytest.approx((low, high), abs=6e-4)
 
 
 @pytest.mark.parametrize("successes", [0.5, 3, 12.5, 30])
@@ -61,13 +42,6 @@ def test_wilson_interval_covers_the_truth_in_about_95_of_100_draws() -> None:
         covered = (m for m, (low, high) in zip(masses, intervals, strict=True) if low <= p <= high)
         coverages.append(sum(covered))
     assert np.mean(coverages) == pytest.approx(0.95, abs=0.01)
-
-
-def test_wilson_interval_refuses_impossible_counts() -> None:
-    with pytest.raises(AssertionError):
-        wilson_interval(1, 0)
-    with pytest.raises(AssertionError):
-        wilson_interval(3, 2)
 
 
 def test_no_interval_leaves_out_what_it_is_of() -> None:
@@ -113,13 +87,16 @@ def test_scores_that_are_not_finite_are_refused(bad: float) -> None:
         mean_interval([1.0, bad])
 
 
-def test_shapes_that_do_not_pair_up_are_refused() -> None:
-    with pytest.raises(AssertionError):
-        preference_accuracy([1.0, 2.0], [1.0])
-    with pytest.raises(AssertionError):
-        preference_accuracy(torch.ones(2, 1), torch.zeros(2, 1))
-    with pytest.raises(AssertionError):
-        mean_interval([])
+def test_impossible_counts_and_shapes_that_do_not_pair_up_are_refused() -> None:
+    for call in (
+        lambda: wilson_interval(1, 0),
+        lambda: wilson_interval(3, 2),
+        lambda: preference_accuracy([1.0, 2.0], [1.0]),
+        lambda: preference_accuracy(torch.ones(2, 1), torch.zeros(2, 1)),
+        lambda: mean_interval([]),
+    ):
+        with pytest.raises(AssertionError):
+            call()
 
 
 def test_bootstrap_agrees_with_all_resamples_enumerated() -> None:
@@ -132,24 +109,6 @@ def test_bootstrap_agrees_with_all_resamples_enumerated() -> None:
         below = np.searchsorted(every, end - 1e-9, side="left") / len(every)
         up_to = np.searchsorted(every, end + 1e-9, side="right") / len(every)
         assert below - 0.011 <= share <= up_to + 0.011
-
-
-def test_bootstrap_approaches_the_normal_interval() -> None:
-    values = np.random.default_rng(1).normal(3.0, 2.0, 2000)
-    half_width = 1.96 * values.std(ddof=1) / math.sqrt(2000)
-    mean, low, high = mean_interval(values)
-    assert mean - low == pytest.approx(half_width, rel=0.08)
-    assert high - mean == pytest.approx(half_width, rel=0.08)
-
-
-@pytest.mark.usefixtures("few_resamples")
-def test_bootstrap_covers_the_truth_in_about_95_of_100_samples() -> None:
-    generator = np.random.default_rng(2)
-    covered = 0
-    for _ in range(150):
-        _, low, high = mean_interval(generator.exponential(1.0, 60))
-        covered += low <= 1.0 <= high
-    assert 0.87 <= covered / 150 <= 0.99  # 0.93 expected for skewed values; two sided at 3 sigma
 
 
 def test_bootstrap_depends_on_the_values_only() -> None:
@@ -165,10 +124,6 @@ def test_bootstrap_depends_on_the_values_only() -> None:
 def test_wilson_interval_is_that_of_statsmodels(successes: int, total: int) -> None:
     expected = proportion_confint(successes, total, alpha=0.05, method="wilson")
     assert wilson_interval(successes, total) == pytest.approx(expected, abs=2e-5)  # z = 1.96
-
-
-def test_an_outcome_is_a_win_a_tie_or_a_loss() -> None:
-    assert outcomes([2.0, 1.0, 0.0], [1.0, 1.0, 1.0]).tolist() == [1.0, 0.5, 0.0]
 
 
 def test_clusters_are_numbered_by_first_appearance() -> None:
@@ -203,18 +158,6 @@ def test_the_interval_over_clusters_is_that_of_cluster_robust_errors() -> None:
         values, clusters = clustered_wins(generator, 300, spread)
         expected = robust_half_width(values, clusters)
         assert half_width(values, clusters) == pytest.approx(expected, rel=0.06)
-
-
-def test_clusters_widen_the_interval_only_where_they_are_alike() -> None:
-    generator = np.random.default_rng(4)
-    ratios = {}
-    for spread in (0.0, 0.25):
-        values, clusters = clustered_wins(generator, 300, spread)
-        apart = half_width(values, np.arange(values.size))
-        ratios[spread] = half_width(values, clusters) / apart
-    assert ratios[0.0] == pytest.approx(1.0, abs=0.1)
-    # Variance 1 + (n - 1) rho with rho = .25^2 / (.7 * .3); n = 8.8 on average, by size
-    assert ratios[0.25] == pytest.approx(math.sqrt(1 + 7.8 * 0.25**2 / 0.21), rel=0.1)
 
 
 @pytest.mark.usefixtures("few_resamples")
