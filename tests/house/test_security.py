@@ -70,40 +70,30 @@ def copy_of(source: str, name: str) -> Path:
 # ---- pickles -------------------------------------------------------------------------------------
 
 
-def evil_bin(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"transformer.wte.weight": Evil()}))
-
-
-def evil_zip(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save({"transformer.wte.weight": Evil()}, folder / "pytorch_model.bin")
-
-
-def evil_pt(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save(Evil(), folder / "model.pt")
-
-
-def evil_name(folder: Path) -> None:
-    torch.save({"transformer.wte.weight": Evil()}, folder / "model.safetensors")
-
-
-def evil_shards(folder: Path) -> None:
-    """The index of the safetensors names a pickle."""
-    (folder / "model.safetensors").unlink()
-    torch.save({"transformer.wte.weight": Evil()}, folder / "pytorch_model.bin")
-    weight_map = {"transformer.wte.weight": "pytorch_model.bin"}
-    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+WEIGHTS = {"transformer.wte.weight": Evil()}
+INDEX = {"metadata": {"total_size": 1}, "weight_map": {"transformer.wte.weight": "model.bin"}}
 
 
 @pytest.mark.parametrize("stage", ["train_sft", "train_reward", "train_dpo", "train_grpo"])
 @pytest.mark.parametrize(
-    "make", [evil_bin, evil_zip, evil_pt, evil_name, evil_shards], ids=lambda make: make.__name__
+    ("name", "content"),
+    [
+        ("pytorch_model.bin", pickle.dumps(WEIGHTS)),
+        ("pytorch_model.bin", WEIGHTS),  # as torch packs them
+        ("model.pt", Evil()),
+        ("model.safetensors", WEIGHTS),
+        ("model.bin", WEIGHTS),  # which the index of the safetensors names
+    ],
 )
-def test_a_pickle_is_not_loaded(stage, make, refusals):
-    make(copy_of("judge" if stage == "train_reward" else "policy", "evil"))
+def test_a_pickle_is_not_loaded(stage, name, content, refusals):
+    folder = copy_of("judge" if stage == "train_reward" else "policy", "evil")
+    (folder / "model.safetensors").unlink()
+    if isinstance(content, bytes):
+        (folder / name).write_bytes(content)
+    else:
+        torch.save(content, folder / name)
+    if name == "model.bin":
+        (folder / "model.safetensors.index.json").write_text(json.dumps(INDEX))
     message = refusals.sentence(stage, arguments(stage, {"model_name_or_path": "evil"}))
     assert "no safetensors weights could be loaded from 'evil'" in message
     assert not TRACE.exists()
@@ -288,63 +278,23 @@ def test_nobody_else_may_change_what_a_run_wrote(finished):
 
 # ---- the code itself -----------------------------------------------------------------------------
 
-UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
-UNSAFE_METHODS = {
-    ("os", "system"),
-    ("os", "popen"),
-    ("yaml", "load"),
-    ("yaml", "load_all"),
-    ("yaml", "full_load"),
-    ("yaml", "unsafe_load"),
-    ("subprocess", "getoutput"),
-}
-UNSAFE_OPTIONS = {
-    ("shell", True),
-    ("allow_pickle", True),
-    ("trust_remote_code", True),
-    ("weights_only", False),
-    ("use_safetensors", False),
-}
 
-
-def unsafe_lines(text: str) -> list[int]:
-    """Lines of Python code that may run what they read."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names]
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            is_unsafe = any(name.split(".")[0] in UNSAFE_MODULES for name in names)
-        elif isinstance(node, ast.Call):
-            is_unsafe = is_unsafe_call(node)
-        else:
-            continue
-        found += [node.lineno] * is_unsafe
-    return found
-
-
-def is_unsafe_call(node: ast.Call) -> bool:
-    options = {
-        (option.arg, option.value.value)
-        for option in node.keywords
-        if isinstance(option.value, ast.Constant)
-    }
-    if options & UNSAFE_OPTIONS:
-        return True
-    if isinstance(node.func, ast.Name):
-        return node.func.id in UNSAFE_CALLS
-    if not isinstance(node.func, ast.Attribute) or not isinstance(node.func.value, ast.Name):
-        return False
-    method = (node.func.value.id, node.func.attr)
-    is_torch_load = method == ("torch", "load") and ("weights_only", True) not in options
-    return method in UNSAFE_METHODS or is_torch_load
+# Code that may run what it reads: modules, functions, methods and options.
+UNSAFE = re.compile(
+    r"""^\s*(from|import)\ (pickle|_pickle|dill|cloudpickle|joblib|marshal|shelve)\b
+    | (?<![\w.])(eval|exec|compile|__import__)\(
+    | \bos\.(system|popen)\( | \bsubprocess\.getoutput\(
+    | \byaml\.(load|load_all|full_load|unsafe_load)\(
+    | \btorch\.load\((?!.*weights_only=True)
+    | \b(shell|allow_pickle|trust_remote_code)=True\b
+    | \b(weights_only|use_safetensors)=False\b""",
+    re.MULTILINE | re.VERBOSE,
+)
 
 
 def test_the_code_has_nothing_that_runs_what_it_reads():
     assert len(CODE) > 50
-    found = [f"{path}:{line}" for path in CODE for line in unsafe_lines(path.read_text())]
-    assert found == []
+    assert [(path, found[0]) for path in CODE for found in UNSAFE.finditer(path.read_text())] == []
 
 
 @pytest.mark.parametrize(
@@ -371,7 +321,7 @@ def test_the_code_has_nothing_that_runs_what_it_reads():
     ],
 )
 def test_the_search_finds_what_it_is_for(line, is_unsafe):
-    assert bool(unsafe_lines(line)) == is_unsafe
+    assert bool(UNSAFE.search(line)) == is_unsafe
 
 
 def test_remote_code_is_a_matter_of_one_flag():
