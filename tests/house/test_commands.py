@@ -1,8 +1,8 @@
 """Claim: every command in the README and in `docs/` is valid, and the README's block can be pasted.
 
 The pages' shell blocks are run by bash in an empty folder, with programs that only note how they
-were called; a noted flag, module or make target must exist. The block of "Your model and your data"
-is run in earnest, on a tiny model and few rows.
+were called; a noted flag, module or make target must exist. What is noted of the block of "Your
+model and your data" is run in earnest, on a tiny model and few rows.
 """
 
 import importlib.util
@@ -19,6 +19,7 @@ from mistakes import STAGES
 from transformers import AutoTokenizer
 
 from common.config.parser import parse
+from experiments.stages import config_class
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -30,8 +31,6 @@ import json, sys
 with open("calls.jsonl", "a") as file:
     print(json.dumps([sys.argv[0].rpartition("/")[2], *sys.argv[1:]]), file=file)
 """
-FEW_ROWS = f'#!/bin/sh\nexec {sys.executable} "$@" --num_eval_rows 8 --max_steps 1\n'
-FEW_PROMPTS = f'#!/bin/sh\nexec {sys.executable} "$@" --num_eval_rows 8 --num_prompts 4\n'
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -65,8 +64,7 @@ def check(call: list[str], folder: Path) -> None:
         assert not ours or importlib.util.find_spec(words[1]), words
     elif scripts:
         after = scripts[0] + (2 if name == "sbatch" else 1)  # the job's output_dir comes first
-        stage = words[scripts[0]].removesuffix(".py")
-        parse(getattr(importlib.import_module(stage), STAGES[stage]), words[after:])
+        parse(config_class(words[scripts[0]]), words[after:])
     elif name == "python" and words[0] != "-":
         assert (folder / words[0]).exists(), words
 
@@ -84,17 +82,23 @@ def test_the_commands_of_a_page_exist(page, tmp_path, monkeypatch):
             check(json.loads(line), folder)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_lines_for_your_own_model_run_as_they_stand(tmp_path, tokenizer_folder):
-    """On a random model in the place of the demo's, eight rows and one step."""
+    """On a random model in the place of the demo's, eight rows and one step, in this process."""
     start = tmp_path / "output/demo/sft/model"
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     lm = tiny.causal_lm("gpt2", is_plain=True, vocab_size=len(tokenizer), n_positions=192)
     lm.save_pretrained(start)
     tokenizer.save_pretrained(start)
     (block,) = (text for text in BLOCK.findall(PAGES[0].read_text()) if "MODEL=" in text)
-    *training, evaluation = re.split(r"(?m)^(?=python )", block)
-    program(tmp_path / "training", "python", FEW_ROWS)
-    program(tmp_path / "evaluation", "python", FEW_PROMPTS)
-    paste("".join(training), tmp_path, tmp_path / "training")
-    paste(training[0] + evaluation, tmp_path, tmp_path / "evaluation")
+    program(tmp_path / "programs", "python", NOTE)
+    paste(block, tmp_path, tmp_path / "programs")
+    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert len(calls) == len(STAGES)
+    with tiny.working_directory(tmp_path):
+        for _, script, *words in calls:
+            stage = script.removesuffix(".py")
+            few = ["--num_prompts", "4"] if stage == "evaluate" else ["--max_steps", "1"]
+            config = parse(config_class(script), [*words, "--num_eval_rows", "8", *few])
+            importlib.import_module(stage).main(config)
     assert (tmp_path / "output/mine/evaluation/report.html").exists()
