@@ -149,42 +149,29 @@ def test_usr1_stops_the_training_processes_and_queues_the_job_again(folder: Path
 
 
 @pytest.mark.parametrize(
-    ("plan", "status", "jobs", "text"),
+    ("plan", "state", "status", "text"),
     [
-        ("finish", 0, [], ""),
-        ("save", 0, [JOB], "not finished (status 0)"),
-        ("save, fail", 0, [JOB], "not finished (status 3)"),
-        ("fail", 3, [], "status 3 and no new checkpoint: job 4711 is not repeated"),
-        ("nothing", 1, [], "status 0 and no new checkpoint: job 4711 is not repeated"),
+        ("finish", "RUNNING", 0, ""),
+        ("save", "RUNNING", 0, "not finished (status 0)"),
+        ("save, fail", "RUNNING", 0, "not finished (status 3)"),
+        ("save, fail", "COMPLETING", 0, "not finished (status 3)"),
+        ("save, fail", "CANCELLED", 3, "job 4711 was cancelled"),
+        ("fail", "RUNNING", 3, "status 3 and no new checkpoint: job 4711 is not repeated"),
+        ("nothing", "RUNNING", 1, "status 0 and no new checkpoint: job 4711 is not repeated"),
     ],
 )
-def test_what_is_queued_again(
-    folder: Path, plan: str, status: int, jobs: list[str], text: str
-) -> None:
+def test_what_is_queued_again(folder: Path, plan: str, state: str, status: int, text: str) -> None:
     with_plain_processes(folder)
     for old in ("model", "checkpoints/step_00000000"):  # of a job before
         (folder / "run" / old).mkdir(parents=True)
         os.utime(folder / "run" / old, (0, 0))
     (folder / "run" / "model" / "config.json").touch()
     os.utime(folder / "run" / "model" / "config.json", (0, 0))
-    job = submit(folder, plan)
+    job = submit(folder, plan, state)
     output, _ = job.communicate(timeout=300)
     assert job.returncode == status
-    assert requeued(folder) == jobs
+    assert requeued(folder) == ([JOB] if "not finished" in text else [])
     assert text in output
-
-
-@pytest.mark.parametrize(("state", "jobs"), [("CANCELLED", []), ("COMPLETING", [JOB])])
-def test_a_job_that_was_cancelled_is_not_queued_again(
-    folder: Path, state: str, jobs: list[str]
-) -> None:
-    """Although it has saved before it ended, as after USR1."""
-    with_plain_processes(folder)
-    job = submit(folder, "save, fail", state)
-    output, _ = job.communicate(timeout=300)
-    assert requeued(folder) == jobs
-    assert job.returncode == (0 if jobs else 3)
-    assert ("job 4711 was cancelled" in output) == (not jobs)
 
 
 def test_slurm_is_asked_for_what_the_comments_say() -> None:
