@@ -40,35 +40,23 @@ from common.text.truncate import (
 from train_dpo import one_of_each_prompt
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 EOS, NEWLINE = "<|endoftext|>", "\n"
 
 
-@pytest.fixture(scope="module", params=["synthetic", "synthetic with bos", "gpt2"])
+@pytest.fixture(scope="module")
+def plain():
+    return synthetic.train_tokenizer()
+
+
+@pytest.fixture(scope="module", params=["plain", "with bos"])
 def tokenizer(request):
-    if request.param == "gpt2":
-        return load_gpt2()
     tokenizer = synthetic.train_tokenizer()
-    if request.param == "synthetic with bos":  # puts a special token before every text, like Llama
+    if request.param == "with bos":  # puts a special token before every text, like Llama
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=f"{EOS} $A", special_tokens=[(EOS, tokenizer.eos_token_id)]
         )
         assert tokenizer("a")["input_ids"][0] == tokenizer.eos_token_id
     return tokenizer
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    return load_gpt2()
-
-
-def load_gpt2() -> Any:
-    from transformers import AutoTokenizer
-
-    if not (SHARED / "gpt2_tokenizer").is_dir():
-        pytest.skip(f"needs GPT-2's tokenizer in {SHARED / 'gpt2_tokenizer'}")
-    return AutoTokenizer.from_pretrained(SHARED / "gpt2_tokenizer")
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
@@ -196,31 +184,6 @@ def test_truncation_of_a_post_without_any_space_cuts_inside_it(tokenizer):
     assert 50 < len(ids) <= 60
 
 
-def test_a_merge_with_the_cue_that_costs_a_token_is_paid_for(gpt2):
-    prompt = "one AATL;DR:"  # GPT-2 splits AATL into more tokens than AA and TL apart
-    assert len(ids_of(gpt2, prompt)) == 7 > sum(len(ids_of(gpt2, t)) for t in ("one AA", "TL;DR:"))
-    assert truncate_prompt(prompt, gpt2, 6) == ("oneTL;DR:", ids_of(gpt2, "oneTL;DR:"))
-
-
-def test_real_prompts_fit_and_keep_their_structure(gpt2):
-    folder = str(SHARED / "scitldr")
-    rows = load_rows(folder, "validation", kind="sft", num_rows=300)
-    examples, report = tokenize(rows, gpt2, max_prompt_length=200, max_completion_length=200)
-    assert len(examples) == len(rows) == 300
-    lengths = [len(ids_of(gpt2, row["prompt"])) for row in rows]
-    assert report.num_prompts_truncated == sum(length > 200 for length in lengths) > 100
-    for row, example, length in zip(rows, examples, lengths, strict=True):
-        if length <= 200:
-            assert example.prompt == row["prompt"]
-        else:
-            assert row["prompt"].startswith(example.prompt.removesuffix("\n\nTL;DR:"))
-            assert example.prompt.startswith(row["prompt"].split("POST:")[0] + "POST:")
-            # one paragraph: cut behind a sentence
-            assert re.search(r"[.!?][\"')]*\n\nTL;DR:\Z", example.prompt)
-            assert len(example.prompt_ids) <= 200
-    assert report.prompt_lengths[0] > 170  # the cuts waste little
-
-
 @pytest.mark.parametrize(
     ("prompt", "flag", "cue"),
     [
@@ -242,33 +205,25 @@ def test_the_closing_cue_is_what_the_flag_says_or_what_follows_the_last_blank_li
     assert closing_cue(prompt, flag) == cue
 
 
-def test_cues_are_kept_by_a_cut(gpt2):
-    """Mails that end in two ways, among them one without an ending and one with TL;DR's."""
-    folder = str(SHARED / "scitldr")
-    rows = load_rows(folder, "validation", kind="sft", num_rows=60)
-    ends = ["In short.\nSubject:"] * 50
-    ends += ["Who wrote this, when, to whom, and what for?\nThe answer in short:"] * 10
-    own = [
-        {**row, "prompt": row["prompt"].replace("TL;DR:", end)}
-        for row, end in zip(rows, ends, strict=True)
-    ]
-    mixed = [*own, rows[0], {**rows[1], "prompt": rows[1]["prompt"].removesuffix("TL;DR:")}]
-    limits = {"max_prompt_length": 160, "max_completion_length": 200}
-    examples, report = tokenize(mixed, gpt2, **limits)
-    assert report.num_prompts_truncated > 50
-    for example, end in zip(examples, ends, strict=False):
-        assert example.prompt.endswith(f"\n\n{end}")
-    assert examples[60].prompt == tokenize(rows, gpt2, **limits)[0][0].prompt
-    assert examples[61].prompt.endswith(".")
-    examples, _ = tokenize(own[:9], gpt2, prompt_cue="Subject:", **limits)
-    assert all(example.prompt.endswith("\nSubject:") for example in examples)
-    assert any(not example.prompt.endswith("In short.\nSubject:") for example in examples)
+def test_cues_are_kept_by_a_cut(plain):
+    """Of prompts that end in three ways and in none, and by a flag only a part of the ending."""
+    body = "my sister sold my guitar at the airport.\n" * 9
+    ends = ["In short.\nSubject:", "Who wrote it?\nThe answer in short:", "TL;DR:"]
+    prompts = [*(f"{body}\n{end}" for end in ends), body]
+    rows = [{"prompt": prompt, "completion": " x"} for prompt in prompts]
+    examples, report = tokenize(rows, plain, max_prompt_length=70)
+    assert report.num_prompts_truncated == 4
+    for example, end in zip(examples[:3], ends, strict=True):
+        assert example.prompt.endswith(f"airport.\n\n{end}")
+    assert examples[3].prompt.endswith("airport.")
+    (example,), _ = tokenize(rows[:1], plain, prompt_cue="Subject:", max_prompt_length=70)
+    assert example.prompt.endswith("airport.\nSubject:")
 
 
-def test_a_cue_without_room_drops_its_prompt(gpt2):
+def test_a_cue_without_room_drops_its_prompt(plain):
     rows = [{"prompt": "a b c " * 30 + ".\n\nOne.\nTwo.\nSubject:", "completion": " x"}] * 3
     with pytest.raises(UserError, match="3 prompt over max_prompt_length"):
-        tokenize(rows, gpt2, max_prompt_length=8)
+        tokenize(rows, plain, max_prompt_length=8)
 
 
 def test_start_drops_tokens_from_the_start(tokenizer):
@@ -323,28 +278,28 @@ def test_a_completion_ends_in_one_stop_token(tokenizer, stop, tail):
     assert example.prompt_ids == tokenizer("p")["input_ids"]  # bos and all
 
 
-def test_a_stop_id_whose_text_is_not_its_own_token_still_ends_the_completion(gpt2):
-    (first,) = ids_of(gpt2, " cat")
+def test_a_stop_id_whose_text_is_not_its_own_token_still_ends_the_completion(plain):
+    (first,) = ids_of(plain, " sister")
 
     class Disguised:  # decodes the stop id to a text that has another token, like SentencePiece
         is_fast = True
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return gpt2(*args, **kwargs)
+            return plain(*args, **kwargs)
 
         def decode(self, ids: list[int], **kwargs: Any) -> str:
-            return "cat" if ids == [first] else gpt2.decode(ids, **kwargs)
+            return "sister" if ids == [first] else plain.decode(ids, **kwargs)
 
-    rows = [{"prompt": "p", "completion": " one cat two"}]
-    (example,), _ = tokenize(rows, Disguised(), stop=" cat")
-    assert example.completions == [[*ids_of(gpt2, " one"), first]]
+    rows = [{"prompt": "p", "completion": " my sister sold"}]
+    (example,), _ = tokenize(rows, Disguised(), stop=" sister")
+    assert example.completions == [[*ids_of(plain, " my"), first]]
 
 
 @pytest.mark.parametrize(("room", "is_cut"), [(4, False), (3, True), (1, True)])
-def test_a_completion_that_is_too_long_keeps_no_stop_token(gpt2, room, is_cut):
-    rows = [{"prompt": "p", "completion": " one two three"}]
-    (example,), report = tokenize(rows, gpt2, max_completion_length=room)
-    expected = [*ids_of(gpt2, " one two three"), gpt2.eos_token_id][:room]
+def test_a_completion_that_is_too_long_keeps_no_stop_token(plain, room, is_cut):
+    rows = [{"prompt": "p", "completion": " sister sold guitar"}]
+    (example,), report = tokenize(rows, plain, max_completion_length=room)
+    expected = [*ids_of(plain, " sister sold guitar"), plain.eos_token_id][:room]
     assert example.completions == [expected]
     assert report.num_completions_truncated == is_cut
 
@@ -375,19 +330,20 @@ def test_tables_show_a_prompt_once_however_many_pairs_it_has():
     assert one_of_each_prompt(examples, 0) == []
 
 
-def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
+def test_losses_are_counted_and_rows_keep_their_numbers(plain):
+    four = " sister sold guitar airport"
     long_title = "TITLE: " + "long " * 60 + "\n\nPOST: p\n\nTL;DR:"
     rows = [
         {"prompt": "p", "chosen": " a", "rejected": " b"},
         {"prompt": "p", "chosen": " a", "rejected": " b"},
         {"prompt": "p", "chosen": "\nlate", "rejected": " b"},  # empty before its stop
         {"prompt": "p", "chosen": " b\nx", "rejected": " b\ny"},  # identical up to the stop
-        {"prompt": "p", "chosen": " 1 2 3 4", "rejected": " 1 2 3 5"},  # identical when cut
+        {"prompt": "p", "chosen": four, "rejected": f"{four} I"},  # identical when cut
         {"prompt": long_title, "chosen": " a", "rejected": " b"},  # no room for a post
-        {"prompt": "p", "chosen": " 1 2 3 4", "rejected": " c"},
+        {"prompt": "p", "chosen": four, "rejected": " c"},
     ]
     limits = {"max_prompt_length": 50, "max_completion_length": 3, "stop": NEWLINE}
-    examples, report = tokenize(rows, gpt2, kind="preference", max_dropped_fraction=0.6, **limits)
+    examples, report = tokenize(rows, plain, kind="preference", max_dropped_fraction=0.6, **limits)
     assert [example.row for example in examples] == [0, 1, 6]
     assert (report.num_rows, report.num_kept, report.num_dropped) == (7, 3, 4)
     expected = {"empty completion": 1, "identical pair": 2, "prompt over max_prompt_length": 1}
@@ -396,38 +352,39 @@ def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
     assert report.prompt_lengths == [1, 1, 1, 1]
     assert report.completion_lengths == [2, 3, 3, 3]  # 2 2 2 2 2 3
     with pytest.raises(UserError) as caught:
-        tokenize(rows, gpt2, kind="preference", max_dropped_fraction=0.5, **limits)
+        tokenize(rows, plain, kind="preference", max_dropped_fraction=0.5, **limits)
     assert str(caught.value) == (
         "split 'train' would lose 4 of 7 rows (1 empty completion, 2 identical pair, "
         "1 prompt over max_prompt_length; the first is row 3) and max_dropped_fraction is 0.5; "
         "clean the data or change the length limits or max_dropped_fraction."
     )
     with pytest.raises(UserError, match="lose 1 of 1 rows"):
-        tokenize(rows[2:3], gpt2, kind="preference", max_dropped_fraction=1.0, **limits)
+        tokenize(rows[2:3], plain, kind="preference", max_dropped_fraction=1.0, **limits)
 
 
-def test_the_report_is_two_lines(gpt2):
-    rows = [{"prompt": "p " * n, "completion": " c"} for n in range(1, 101)]
-    _, report = tokenize(rows, gpt2, max_prompt_length=99)
+def test_the_report_is_two_lines(plain):
+    rows = [{"prompt": "p" + " sister" * n, "completion": " c"} for n in range(1, 101)]
+    _, report = tokenize(rows, plain, max_prompt_length=99)
     lines = str(report).split("\n")
     assert lines[0] == ("train: 100 of 100 rows, truncated 2 prompts and 0 completions")
-    assert "prompt 51/91/99/99" in lines[1]  # "p p p " is n + 1 tokens
+    assert "prompt 51/91/99/99" in lines[1]  # of n + 1 tokens
     assert "completion 2/2/2/2; 0 of 100 would merge" in lines[1]
     assert len(lines) == 2
 
 
-def test_boundary_merges_are_found(gpt2):
-    # "TL;DR:" + " Cat" stays apart; "water" is one token; "a b" moves the space.
-    pairs = [("TL;DR:", " Cat"), ("wat", "er"), ("a ", "b")]
-    assert count_boundary_merges(pairs, gpt2) == 2
-    rows = [{"prompt": "wat", "completion": "er"}, {"prompt": "TL;DR:", "completion": " Cat"}]
-    _, report = tokenize(rows, gpt2)
+def test_boundary_merges_are_found(plain):
+    # "TL;DR:" + " Cat" stays apart; " sister" is one token; "a b" moves the space.
+    pairs = [("TL;DR:", " Cat"), (" sis", "ter"), ("a ", "b")]
+    assert count_boundary_merges(pairs, plain) == 2
+    rows = [{"prompt": " sis", "completion": "ter"}, {"prompt": "TL;DR:", "completion": " Cat"}]
+    _, report = tokenize(rows, plain)
     assert (report.num_boundary_merges, report.num_boundaries_checked) == (1, 2)
 
 
-def test_the_boundary_sample_is_bounded_and_spread(gpt2):
-    rows = [{"prompt": "wat" if i < 1250 else "TL;DR:", "completion": "er"} for i in range(2500)]
-    _, report = tokenize(rows, gpt2)
+def test_the_boundary_sample_is_bounded_and_spread(plain):
+    starts = [" sis"] * 1250 + ["TL;DR:"] * 1250
+    rows = [{"prompt": start, "completion": "ter"} for start in starts]
+    _, report = tokenize(rows, plain)
     assert 500 < report.num_boundaries_checked <= 1000
     assert report.num_boundary_merges == report.num_boundaries_checked / 2
 
@@ -474,17 +431,6 @@ def test_a_file_that_is_only_evaluated_on_is_its_own_split(tmp_path, capsys):
     assert load(tmp_path) == []
     note = f"{tmp_path} has no split validation or test: no evaluation on it"
     assert note in capsys.readouterr().out
-
-
-def test_rows_of_the_real_pairs_are_kept(gpt2):
-    folder = str(SHARED / "summeval_preference")
-    rows = load_rows(folder, "validation", kind="preference", num_rows=150)
-    limits = {"max_prompt_length": 384, "max_completion_length": 200}
-    examples, report = tokenize(rows, gpt2, kind="preference", **limits)
-    assert report.num_kept == len(rows) == 150
-    assert report.num_completions_truncated == report.num_boundary_merges == 0
-    assert all(len(e.prompt_ids) <= 384 and e.prompt.endswith("\n\nTL;DR:") for e in examples)
-    assert all(c[-1] == gpt2.eos_token_id for e in examples for c in e.completions)
 
 
 # --- order and batches ----------------------------------------------------------------------------
