@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import tiny
-from tokenizers.processors import TemplateProcessing
 
 from common.data import PromptGroup, collate
 from common.errors import UserError
@@ -87,22 +86,15 @@ def chat(*turns):
 
 TURN = "<|im_start|>assistant\n"
 EARLIER = (SYSTEM, USER, FIRST, AGAIN)
-SFT_FORMS = {
-    "completion": ({"prompt": [USER], "completion": [FIRST], "topic": "none"}, (USER,), FIRST),
-    "system turn": ({"prompt": [SYSTEM, USER], "completion": [FIRST]}, (SYSTEM, USER), FIRST),
-    "turns in the prompt": ({"prompt": [*EARLIER], "completion": [SECOND]}, EARLIER, SECOND),
-    "messages": ({"messages": [SYSTEM, USER, FIRST]}, (SYSTEM, USER), FIRST),
-    "no prompt": ({"completion": [USER, FIRST]}, (USER,), FIRST),
-}
 
 
-@pytest.mark.parametrize("form", SFT_FORMS)
-def test_one_answer_is_trained_and_nothing_else(tmp_path, chatml, form):
-    row, before, answer = SFT_FORMS[form]
-    (example,) = load(tmp_path, chatml, "sft", row)
+def test_one_answer_is_trained_and_nothing_else(tmp_path, chatml):
+    """Of one form; `test_templates.py` has that the others are the same conversation."""
+    row, before, answer = {"topic": "none"}, EARLIER, SECOND
+    (example,) = load(tmp_path, chatml, "sft", {**row, "prompt": [*before], "completion": [answer]})
     assert example.prompt == chatml.decode(example.prompt_ids) == chat(*before) + TURN
     assert example.messages == list(before)
-    assert example.columns == {k: v for k, v in row.items() if k not in ("prompt", "completion")}
+    assert example.columns == row
     (completion,) = example.completions
     assert chatml.decode(completion) == answer["content"] + "<|im_end|>"
     batch = collate([PromptGroup(example.prompt_ids, [completion], [0])], "padded", 1)
@@ -113,19 +105,10 @@ def test_one_answer_is_trained_and_nothing_else(tmp_path, chatml, form):
     assert joined[: len(example.prompt_ids + completion)] == example.prompt_ids + completion
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": [*EARLIER], "chosen": [SECOND], "rejected": [THIRD]},
-        {"chosen": [*EARLIER, SECOND], "rejected": [*EARLIER, THIRD]},
-        {
-            "prompt": [SYSTEM, USER],
-            "chosen": [FIRST, AGAIN, SECOND],
-            "rejected": [FIRST, AGAIN, THIRD],
-        },
-    ],
-)
-def test_a_pair_in_any_form_is_the_same_pair(tmp_path, chatml, row):
+def test_a_pair_may_go_on_with_the_same_turns(tmp_path, chatml):
+    """Other forms are in `test_schemas.py`."""
+    both = {"chosen": [FIRST, AGAIN, SECOND], "rejected": [FIRST, AGAIN, THIRD]}
+    row = {"prompt": [SYSTEM, USER], **both}
     (example,) = load(tmp_path, chatml, "preference", row)
     assert example.prompt == chat(*EARLIER) + TURN
     assert (example.messages, example.columns) == ([*EARLIER], {})
@@ -149,10 +132,7 @@ def test_a_prompt_may_begin_the_answer(tmp_path, chatml):
     assert prompt.prompt_ids == example.prompt_ids
 
 
-def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_template(
-    tmp_path, chatml
-):
-    """A reward model with another vocabulary has another template too."""
+def test_reward_functions_see_the_messages_and_answers_without_their_end(tmp_path, chatml):
     (example,) = load(tmp_path, chatml, "prompts", {"prompt": [SYSTEM, USER], "topic": "none"})
     (tmp_path / "judge.py").write_text(
         "def judge(prompts, completions, topic, **columns):\n"
@@ -180,20 +160,6 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
     ended = other("Yes.<|im_end|>\n<|endoftext|>", add_special_tokens=False)["input_ids"]
     rollouts = Rollouts.of([ended, ids[1]], [], [True, False])
     assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
-
-    own = tiny.tokenizer()
-    own.chat_template = TEMPLATE
-    lm = tiny.classifier("llama", vocab_size=300)
-    lm.save_pretrained(tmp_path / "model")
-    own.save_pretrained(tmp_path / "model")
-    own.chat_template = None
-    judge = RewardModelFunction(str(tmp_path / "model"), chatml, config)
-    answers = [[{"role": "assistant", "content": text}] for text in ("Yes.", "Oh")]
-    prompt_ids, completion_ids = judge.retokenised([[SYSTEM, USER]] * 2, answers, [True, False])
-    text = "<system>Be brief.<|endoftext|>\n<user>Why?<|endoftext|>\n<assistant>"
-    assert [own.decode(row) for row in prompt_ids] == [text, text]
-    texts = [own.decode(row) for row in completion_ids]
-    assert texts == ["Yes.<|endoftext|>\n", "Oh<|endoftext|>\n"]
 
 
 def test_a_reward_model_reads_to_the_end_of_the_turn(tmp_path, chatml):
@@ -297,20 +263,6 @@ def test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_load
         told = "--max_completion_length 20 plus the 2 tokens .* 81 positions"
         with pytest.raises(UserError, match=told):
             scorer.check_rows([example])
-
-
-def test_a_bos_that_the_template_writes_is_there_once_and_costs_one_token(tmp_path):
-    tokenizer = synthetic.train_tokenizer()
-    bos = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-    tokenizer.backend_tokenizer.post_processor = bos
-    tokenizer.chat_template = "<|endoftext|>" + TEMPLATE
-    row = {"prompt": ASKED}
-    (example,) = load(tmp_path, tokenizer, "prompts", row)
-    assert example.prompt_ids.count(0) == 3  # bos, and an end after each message
-    length = len(example.prompt_ids)
-    assert load(tmp_path, tokenizer, "prompts", row, max_prompt_length=length) == [example]
-    with pytest.raises(UserError, match="1 prompt over max_prompt_length"):
-        load(tmp_path, tokenizer, "prompts", row, max_prompt_length=length - 1)
 
 
 def test_text_is_left_as_it_is(tokenizer):

@@ -21,7 +21,6 @@ from common.text.tokenise import load_examples
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 ASKED = [{"role": "user", "content": "What color is the sky?"}]
 BLUE, GREEN = ([{"role": "assistant", "content": f"It is {c}."}] for c in ("blue", "green"))
-SYSTEM = [{"role": "system", "content": "Be brief."}]
 CALLS = [
     *ASKED,
     {"role": "assistant", "content": "look()"},
@@ -71,12 +70,9 @@ BRIEF = f"<|im_start|>system\nBe brief.{END}\n{QUESTION}"
 CALLED = f"{END}\n<|im_start|>tool\nblue{END}\n<|im_start|>assistant\n"
 DOCS = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 # By the schema: what SFT, the stages with pairs, and GRPO read: a prompt with its completions, each
-# with the stop token; or what they say.
+# with the stop token; or what they say. One that is not here is refused by all of them.
 READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, ...] | str]] = {
-    "text": (DOCS,) * 3,
     "messages": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
-    "conversations": (DOCS,) * 3,
-    "conversations in other words": (DOCS,) * 3,
     "other roles": (
         (f"{QUESTION}look(){CALLED}", "It is blue."),
         DOCS,
@@ -84,18 +80,12 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
     ),
     "other names": (f"each with the texts 'role' and 'content'; {DOCS}",) * 3,
     "parts": (f"each with the texts 'role' and 'content'; {DOCS}",) * 3,
-    "alpaca": (DOCS,) * 3,
-    "dolly": (DOCS,) * 3,
     "prompt": (DOCS, DOCS, ("The sky is",)),
     "chat prompt": (DOCS, DOCS, (QUESTION,)),
     "completion": (("The sky is", " blue."), DOCS, ("The sky is",)),
     "chat completion": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
     "pair": (DOCS, ("The sky is", " blue.", " green."), ("The sky is",)),
-    "implicit pair": (
-        DOCS,
-        ("The sky is", " blue.", " green."),
-        DOCS,
-    ),
+    "implicit pair": (DOCS, ("The sky is", " blue.", " green."), DOCS),
     "alpaca pair": (DOCS, "--column_map prompt=instruction takes it", DOCS),
     "question beside": (DOCS, "--column_map prompt=question takes it", DOCS),
     "question inside": (DOCS, ("The sky is", " blue.", " green."), DOCS),
@@ -105,16 +95,8 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
         (QUESTION,),
     ),
     "conversations beside": (DOCS, "--column_map prompt=conversations takes it", DOCS),
-    "chat pair": (
-        DOCS,
-        (QUESTION, "It is blue.", "It is green."),
-        (QUESTION,),
-    ),
-    "implicit chat pair": (
-        DOCS,
-        (QUESTION, "It is blue.", "It is green."),
-        DOCS,
-    ),
+    "chat pair": (DOCS, (QUESTION, "It is blue.", "It is green."), (QUESTION,)),
+    "implicit chat pair": (DOCS, (QUESTION, "It is blue.", "It is green."), DOCS),
     "unpaired": (("The sky is", " blue."), DOCS, ("The sky is",)),
     "stepwise": (DOCS, DOCS, ("Which number is larger, 9.8 or 9.11?",)),
 }
@@ -149,7 +131,7 @@ def texts(example, tokenizer):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schema", ROWS)
 def test_each_schema_is_read_or_refused_with_a_way_out(tmp_path, tokenizer, schema, kind):
-    expected = READ[schema][KINDS.index(kind)]
+    expected = READ.get(schema, (DOCS,) * 3)[KINDS.index(kind)]
     if isinstance(expected, str):
         with pytest.raises(UserError, match=r"row 1: column '\w+' .*\.$") as caught:
             read(tmp_path, tokenizer, kind, [ROWS[schema]])
@@ -190,9 +172,7 @@ PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
         ("preference", PAIR, {**PAIR, "chosen": None}, "chosen"),
         ("preference", PAIR, {**PAIR, "rejected": " \n"}, "rejected"),
         ("preference", PAIR, {**PAIR, "prompt": None}, "prompt"),
-        ("preference", PAIR, {**PAIR, "prompt": " \n"}, "prompt"),
         ("sft", ROWS["completion"], {**ROWS["completion"], "completion": ""}, "completion"),
-        ("preference", CHAT, {**CHAT, "chosen": None}, "chosen"),
         ("preference", CHAT, {**CHAT, "prompt": None}, "prompt"),
         ("preference", CHAT, {**CHAT, "prompt": [{**ASKED[0], "content": " \n"}]}, "prompt"),
         ("preference", CHAT, {**CHAT, "chosen": [{**BLUE[0], "content": ""}]}, "chosen"),
@@ -217,7 +197,6 @@ PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
         ("preference", CHAT, {"chosen": BLUE, "rejected": GREEN}, "prompt"),
         ("preference", IMPLICIT, {"chosen": "Blue.", "rejected": "Green."}, "prompt"),
         ("prompts", ROWS["prompt"], {"prompt": None}, "prompt"),
-        ("prompts", ROWS["chat prompt"], {"prompt": None}, "prompt"),
         ("prompts", ROWS["messages"], {"messages": None}, "prompt"),
     ],
 )

@@ -68,9 +68,6 @@ def test_a_summary_with_every_fact_has_one(template):
         (" my brother broke my laptop at the airport and I want revenge.", 0.5 / 5),
         (" my brother broke my laptop at the beach and I want revenge.", 0.0),  # -1 / 5, clipped
         ("", 0.0),
-        (" ", 0.0),
-        (".", 0.0),
-        ("\n\n\n", 0.0),
         (" \N{SNOWMAN} \ufffd \x00", 0.0),
         (" someone did something.", 0.0),
         (" my my my at the the want want", 0.0),
@@ -290,18 +287,6 @@ def test_attainable_accuracy_of_three_rows_by_hand():
     assert summary.attainable_accuracy(rows) == pytest.approx(2.2 / 3)
 
 
-def test_a_judge_that_knows_the_gold_reward_reaches_the_attainable_accuracy(pairs):
-    right = [
-        0.5
-        if row["chosen_gold"] == row["rejected_gold"]
-        else row["chosen_gold"] > row["rejected_gold"]
-        for row in pairs
-    ]
-    attainable = summary.attainable_accuracy(pairs)
-    assert abs(sum(right) / len(right) - attainable) < 4 * math.sqrt(0.25 / len(right))
-    assert 0.8 < attainable < 0.95
-
-
 # --- the tokenizer ---
 
 
@@ -333,11 +318,11 @@ def test_prompts_are_about_55_tokens(tokenizer):
     assert max(lengths) < 128
 
 
-def test_tokenizer_has_the_same_bytes_in_another_process(tokenizer):
+def test_another_process_has_the_same_tokenizer_and_does_not_import_datasets(tokenizer):
     code = (
-        "import hashlib; from common.text.synthetic import train_tokenizer; "
+        "import hashlib, sys, common.data; from common.text.synthetic import train_tokenizer; "
         "text = train_tokenizer().backend_tokenizer.to_str(); "
-        "print(hashlib.sha256(text.encode()).hexdigest())"
+        "print('datasets' in sys.modules, hashlib.sha256(text.encode()).hexdigest())"
     )
     expected = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-    assert tiny.output_of(code, hash_seed="123").split()[-1] == expected
+    assert tiny.output_of(code, hash_seed="123").split()[-2:] == ["False", expected]

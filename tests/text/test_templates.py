@@ -76,11 +76,6 @@ KINDS = {
         "$T\n</think>\n\n$A<|im_end|>",
         f"\n</think>\n\n{OBJECT}<|im_end|>",
     ),
-    "SmolLM2": Kind(
-        turns(*CHATML, before="{% if messages[0].role != 'system' %}Be good.{% endif %}"),
-        IM,
-        "$A<|im_end|>",
-    ),
     "Yi": Kind(turns("<|im_start|>ROLE\n", "<|im_end|>"), ("<|end|>", *IM), "$A<|im_end|>"),
     "Llama 2": Kind(
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' ~ m.content ~ ' </s>' }}"
@@ -111,15 +106,6 @@ KINDS = {
         ("<|endoftext|>", "<|end|>"),
         "$A<|end|>",
     ),
-    "Phi-4": Kind(turns("<|im_start|>ROLE<|im_sep|>", "<|im_end|>"), IM, "$A<|im_end|>"),
-    "Mistral": Kind(
-        "<s>{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' ~ m.content ~ '</s>' }}"
-        "{% else %}{{ '[INST] ' ~ m.content ~ '[/INST]' }}{% endif %}{% endfor %}",
-        ("</s>",),
-        " $A</s>",
-    ),
-    "Zephyr": Kind(turns("<|ROLE|>\n", "</s>\n"), ("</s>",), "$A</s>"),
-    "Vicuna": Kind(turns("ROLE: ", "</s>"), ("</s>",), "$A</s>"),
     "GLM-4.5": Kind(
         turns("<|ROLE|>", "", answer="<think>{{ m.reasoning_content or '' }}</think>\n" + ITEMS),
         ("<|endoftext|>", "<|user|>"),
@@ -150,27 +136,12 @@ KINDS = {
         "",
         '<call>add {"a": "1"}</call><|eos|>',
     ),
-    "Granite": Kind(
-        turns("<|start_of_role|>ROLE<|end_of_role|>", "<|end_of_text|>\n"),
-        ("<|end_of_text|>",),
-        "$A<|end_of_text|>",
-    ),
     "OLMo-2": Kind(
         turns("<|ROLE|>\n", "\n", "{{ m.content }}<|eos|>", before="<|eos|>"),
         ("<|eos|>",),
         "$A<|eos|>",
     ),
-    "Command-R": Kind(
-        turns("<|START|><|ROLE|>", "<|END|>", before="<|bos|>"), ("<|END|>",), "$A<|END|>"
-    ),
     "Qwen3-Coder": Kind(turns(*CHATML, answer=ITEMS), IM, "$A<|im_end|>", "", f"{ITEM}<|im_end|>"),
-    "Kimi": Kind(
-        turns("<|im_ROLE|>ROLE<|im_middle|>", "<|im_end|>"), ("[EOS]", "<|im_end|>"), "$A<|im_end|>"
-    ),
-    "EXAONE": Kind(turns("[|ROLE|]", "[|endofturn|]\n"), ("[|endofturn|]",), "$A[|endofturn|]"),
-    "OpenChat": Kind(
-        turns("GPT4 Correct ROLE: ", "<|end_of_turn|>"), ("<|end_of_turn|>",), "$A<|end_of_turn|>"
-    ),
 }
 SYSTEM, ASKED, AGAIN = (
     {"role": role, "content": text}
