@@ -46,9 +46,8 @@ def close(value: Any, expected: Any, tolerance: float = 1e-6) -> None:
 def test_gpt2_under_left_padding():
     """Log-probabilities of GPT-2 must not depend on the length of the other prompts in the batch.
 
-    TRL's GRPO passes a padded batch without position ids, and GPT-2 then counts the padding as
-    positions: a shorter prompt is scored at positions at which it was neither sampled nor ever seen
-    by the model. Rotary models are not affected. Truth is each row alone, without padding.
+    TRL's GRPO passes no position ids, and GPT-2 then counts the padding as positions. Rotary models
+    are not affected. Truth is each row alone, without padding.
     """
     lm = tiny.causal_lm("gpt2", is_plain=True)
     device = next(lm.parameters()).device
@@ -75,9 +74,8 @@ def test_gpt2_under_left_padding():
 def test_reward_of_a_gpt2_whose_pad_token_is_its_eos_token():
     """The reward is read at the last token of the response, its eos (Stiennon et al. 2020).
 
-    GPT-2's tokenizer has no pad token, so TRL's `RewardTrainer` pads with eos, and transformers
-    reads the score at the last token that is not padding: the one before eos. What the model says
-    after reading eos counts for nothing. Ours carries masks and gives the tokenizer another pad.
+    TRL's `RewardTrainer` pads GPT-2's rows with eos, and transformers reads the score at the last
+    token that is not padding: the one before eos. Ours carries masks.
     """
     lm = tiny.classifier("gpt2", is_plain=True)
     device = next(lm.parameters()).device
@@ -126,7 +124,8 @@ def test_initial_reward_head(tmp_path: Path):
 PAIR_MASK = torch.tensor([[True, True], [True, False]])
 PAIR_LOGPS = torch.tensor([[-1.0, -2.0], [-4.0, 0.0]], dtype=torch.float64)
 PAIR_REF = torch.tensor([[-1.5, -3.0], [-3.0, 0.0]], dtype=torch.float64)
-LOG_RATIOS = (1.5, -1.0)  # of the completions: (-3) - (-4.5), (-4) - (-3); their gap D = 2.5
+# Log-ratios of the completions: (-3) - (-4.5), (-4) - (-3); their gap D = 2.5
+PAIR_LENGTHS = {"chosen_lengths": torch.tensor([2]), "rejected_lengths": torch.tensor([1])}
 BETA = 0.4  # beta D = 1
 
 
@@ -144,45 +143,36 @@ def test_ipo_sums_over_tokens():
     """IPO regresses log(pi_w / pi_l) - log(ref_w / ref_l) onto 1 / (2 tau) (Azar et al. 2023).
 
     In eq. 17 these are probabilities of whole completions, so log-probabilities are summed. TRL
-    divides each completion's by its length, which it says the authors confirmed as what they ran;
-    that form is `ipo_mean` here. Its target is then a gap per token: beta means something else.
+    divides each completion's by its length: `ipo_mean` here.
     """
     close(ours_of_the_pair(loss_type="ipo"), [(1.5 + 1.0 - 1 / 0.8) ** 2])
     per_token = (1.5 / 2 + 1.0 - 1 / 0.8) ** 2
     close(trl_of_the_pair(loss_types=["ipo"]), per_token)
-    lengths = {"chosen_lengths": torch.tensor([2]), "rejected_lengths": torch.tensor([1])}
-    close(ours_of_the_pair(loss_type="ipo_mean", **lengths), [per_token])
+    close(ours_of_the_pair(loss_type="ipo_mean", **PAIR_LENGTHS), [per_token])
 
 
-def test_sigmoid_has_label_smoothing():
-    """Conservative DPO: -(1 - e) log sigma(beta D) - e log sigma(-beta D) (Mitchell 2023).
+@pytest.mark.parametrize(
+    ("loss_type", "z"), [("sigmoid", 1.0), ("sigmoid_norm", BETA * (1.5 / 2 + 1.0))]
+)
+def test_sigmoid_and_sigmoid_norm_have_label_smoothing(loss_type: str, z: float):
+    """Conservative DPO: -(1 - e) log sigma(z) - e log sigma(-z) (Mitchell 2023), z = beta D.
 
-    TRL's `loss_type="sigmoid"` ignores `label_smoothing` without a word and trains plain DPO.
+    Of `sigmoid_norm` log-probabilities are divided by the lengths (Tülu 3, eq. 6). TRL ignores
+    `label_smoothing` without a word and trains the plain loss.
     """
-    probability = 1 / (1 + math.exp(-1.0))  # sigma(beta D)
+    probability = 1 / (1 + math.exp(-z))
     smoothed = -0.8 * math.log(probability) - 0.2 * math.log(1 - probability)
-    close(ours_of_the_pair(label_smoothing=0.2), [smoothed])
-    close(trl_of_the_pair(loss_types=["sigmoid"], label_smoothing=0.2), -math.log(probability))
-    close(ours_of_the_pair(), [-math.log(probability)])
-
-
-def test_sigmoid_norm_has_label_smoothing():
-    """The same for log-probabilities divided by the lengths (Tülu 3, eq. 6): TRL ignores it."""
-    probability = 1 / (1 + math.exp(-BETA * (1.5 / 2 + 1.0)))
-    smoothed = -0.8 * math.log(probability) - 0.2 * math.log(1 - probability)
-    lengths = {"chosen_lengths": torch.tensor([2]), "rejected_lengths": torch.tensor([1])}
-    ours = ours_of_the_pair(loss_type="sigmoid_norm", label_smoothing=0.2, **lengths)
-    close(ours, [smoothed])
-    trl = trl_of_the_pair(loss_types=["sigmoid_norm"], label_smoothing=0.2)
+    close(ours_of_the_pair(loss_type=loss_type, label_smoothing=0.2, **PAIR_LENGTHS), [smoothed])
+    trl = trl_of_the_pair(loss_types=[loss_type], label_smoothing=0.2)
     close(trl, -math.log(probability))
+    close(ours_of_the_pair(loss_type=loss_type, **PAIR_LENGTHS), [-math.log(probability)])
 
 
 def test_the_sft_term_of_rpo_counts_every_pair_alike():
     """RPO adds -log pi(y_w|x) / |y_w| to the loss of a pair (Pang et al. 2024, eq. 1).
 
-    TRL 1.16 has no RPO; next to it is the loss `sft` beside `sigmoid`, a mean over the tokens of
-    all chosen completions of a micro-batch. So long ones count for more, and the same pairs have
-    another loss in other micro-batches.
+    TRL 1.16 has the loss `sft` in its place, a mean over the tokens of all chosen completions of a
+    micro-batch: long ones count for more, and other micro-batches have another loss.
     """
     mask = torch.arange(3) < torch.tensor([3, 1, 2, 2])[:, None]  # two chosen, two rejected
     logps = torch.tensor([[-1.0, -2, -3], [-5, 0, 0], [-1, -1, 0], [-2, -1, 0]]).double()
@@ -237,8 +227,7 @@ def our_parts(cut: tuple[slice, ...], **denominators: Any) -> list:
 def test_the_token_mean_does_not_depend_on_the_micro_batches():
     """A mean over the tokens of a step has the step's tokens below the line (DAPO, eq. 8).
 
-    TRL's `bnpo` divides by each micro-batch's own tokens and then averages the micro-batches, so
-    that the same completions give another loss and gradient when they are cut elsewhere.
+    TRL's `bnpo` divides by each micro-batch's own tokens and then averages the micro-batches.
     """
     mean = (-3 - 2 + 8) / 6
     for cut in (MICRO_BATCHES, UNEVEN):
@@ -251,9 +240,8 @@ def test_the_token_mean_does_not_depend_on_the_micro_batches():
 def test_each_of_several_steps_per_rollout_has_its_own_token_mean():
     """DAPO eq. 8 divides by the tokens of the completions that are being optimised.
 
-    When a rollout is spread over several optimiser steps, TRL's `dapo` divides each of them by the
-    average number of tokens of a step, so a step with many tokens weighs more. Here: two steps, of
-    4 tokens and of 2, in the place of 3 and 3.
+    TRL's `dapo` divides each of several steps by their average number of tokens. Here: two steps,
+    of 4 tokens and of 2, in the place of 3 and 3.
     """
     close(our_parts(UNEVEN), [-5 / 4, 8 / 2])
     settings = {"loss_type": "dapo", "args": {"steps_per_generation": 2}}
@@ -263,8 +251,7 @@ def test_each_of_several_steps_per_rollout_has_its_own_token_mean():
 def test_cispo_bounds_the_ratio_at_one_plus_epsilon_high():
     """-sg(min(rho, 1 + epsilon_high)) A log pi (MiniMax-M1 2025, eq. 4-5).
 
-    TRL's `cispo` takes `epsilon_high` for the bound itself. With 0.28, as is usual for the clip,
-    every token of a run that has just begun, at ratio 1, is weighed with 0.28.
+    TRL's `cispo` takes `epsilon_high` for the bound itself.
     """
     ratios, log_pi = torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64), -2.0
     logps = torch.full_like(ratios, log_pi)
@@ -282,8 +269,7 @@ def test_cispo_bounds_the_ratio_at_one_plus_epsilon_high():
 def test_a_group_of_equal_rewards_has_no_advantage():
     """Equal rewards say nothing: r - mean(r) = 0 for all (DeepSeekMath, section 4.1.2).
 
-    TRL takes the mean in float32, which rounds, and divides the rounding error by a standard
-    deviation of the same size: a whole group is pushed up or down together. Ours is exactly 0.
+    TRL takes the mean in float32, which rounds, and divides the error by a deviation of its size.
     """
     rewards = torch.full((1, 7), 1000.1)
     trl = trl_code.advantages(rewards)
@@ -296,9 +282,7 @@ def test_a_reward_that_applies_to_part_of_a_group():
     """GDPO normalises each reward in its group of G (Liu et al. 2026), and every one applies.
 
     Where a function returns None for a completion, TRL takes mean and deviation over the others;
-    here it counts as their mean, so that the deviation is that of G rewards. Then the batch, here
-    one group, is normalised: the sum's deviation is 1 for both, and the shares of the two rewards
-    differ.
+    here it counts as their mean, so that the deviation is that of G rewards.
     """
     first, second = [0.0, 2.0, math.nan], [0.0, 1.0, 5.0]
     rewards = torch.tensor([[first], [second]])

@@ -21,7 +21,6 @@ from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.reward_trainer import RewardTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
-from trl.trainer.sft_config import SFTConfig  # noqa: E402
 from trl.trainer.sft_trainer import SFTTrainer  # noqa: E402
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
 
@@ -105,16 +104,6 @@ def sft_loss(token_logps: Tensor, completion_mask: Tensor, num_items_in_batch: T
     return SFTTrainer.compute_loss(
         stand_in, stand_in.model, inputs, num_items_in_batch=num_items_in_batch
     )
-
-
-def sft_labels(rows: list[dict], tokenizer: Any) -> Any:
-    """Rows of ids and labels as `SFTTrainer` makes them with `assistant_only_loss`."""
-    from datasets import Dataset
-
-    args = SFTConfig(assistant_only_loss=True, report_to=[], use_cpu=True)
-    stand_in = trainer(None, chat_template=None, completion_only_loss=False, _tokenizer=tokenizer)
-    given = (Dataset.from_list(rows), tokenizer, args, False, None, "train")
-    return SFTTrainer._prepare_dataset(stand_in, *given)
 
 
 def reward_loss(rewards: Tensor, margin: Tensor | None, center_coefficient: float | None) -> Tensor:
