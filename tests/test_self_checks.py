@@ -154,26 +154,22 @@ def test_what_is_wrong_is_refused_under_the_rounding_of_bfloat16(family, layout,
 # ---- padding, as models read it ------------------------------------------------------------------
 
 
-def test_rewards_read_at_the_last_column_are_refused():
-    """As by a classifier that takes padding on the right for the end of the text."""
-
-    class LastColumn(RewardModel):
-        def forward(self, batch: PaddedBatch) -> Tensor:
-            batch.attention_mask = torch.ones_like(batch.attention_mask)
-            return super().forward(batch)
-
-    with refused("padding", kind=UserError):
-        checked(LastColumn(tiny.classifier("llama")), layout="padded")
-
-
-def test_a_policy_that_counts_padding_is_refused():
-    class AllColumns(Policy):
+@pytest.mark.parametrize(
+    ("base", "make", "family", "mask"),
+    [
+        # As by a classifier that takes padding on the right for the end of the text
+        (RewardModel, tiny.classifier, "llama", "attention_mask"),
+        (Policy, tiny.causal_lm, "gpt2", "completion_mask"),
+    ],
+)
+def test_a_model_that_reads_or_counts_padding_is_refused(base, make, family, mask):
+    class AllColumns(base):
         def forward(self, batch: PaddedBatch, **options: Any) -> Any:
-            batch.completion_mask = torch.ones_like(batch.completion_mask)
+            setattr(batch, mask, torch.ones_like(getattr(batch, mask)))
             return super().forward(batch, **options)
 
     with refused("padding", kind=UserError):
-        checked(AllColumns(tiny.causal_lm("gpt2")), layout="padded")
+        checked(AllColumns(make(family)), layout="padded")
 
 
 def test_a_frozen_model_whose_states_read_the_padding_is_refused():
@@ -194,13 +190,6 @@ def test_what_a_long_neighbour_changes_is_refused():
     checked(model, max_prompt_length=20, layout="padded")
     with refused("padding", kind=UserError):
         checked(model, layout="padded")
-
-
-def test_the_check_leaves_the_parameters_sharded():
-    policy = sharded(Policy(tiny.causal_lm("gpt2")))
-    before = [type(p) for p in policy.parameters()]
-    checked(policy)
-    assert [type(p) for p in policy.parameters()] == before
 
 
 # ---- noise ---------------------------------------------------------------------------------------
