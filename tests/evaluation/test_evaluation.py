@@ -21,7 +21,6 @@ from common.checkpoint import export
 from common.data import Example, PromptGroup
 from common.errors import UserError
 from common.evaluation import split
-from common.evaluation.split import ImplicitReward
 from common.forward import Policy, RewardModel
 from common.model import fsdp
 from common.padding import padded_batch
@@ -168,23 +167,6 @@ def test_preference_accuracy_is_a_count(model):
     assert other.accuracy == pytest.approx(1 - accuracy.accuracy)
 
 
-def test_an_implicit_reward_is_the_gain_over_the_reference():
-    policy, reference = (Policy(tiny.causal_lm("gpt2", seed=seed)) for seed in (0, 1))
-    config = tiny.train_config()
-    ref_scores = score(reference, PAIRS)
-    accuracy, gains = split.preferences(
-        policy, PAIRS, config, tiny.vocabulary(), ImplicitReward(), ref_scores
-    )
-    expected = plain_scores(policy, PAIRS) - plain_scores(reference, PAIRS)
-    torch.testing.assert_close(gains, expected, rtol=0, atol=1e-4)
-    wins = int((expected[:, 0] > expected[:, 1]).sum())
-    assert accuracy.accuracy == pytest.approx(wins / 7)
-    itself, _ = split.preferences(
-        policy, PAIRS, config, tiny.vocabulary(), ImplicitReward(), score(policy, PAIRS)
-    )
-    assert (itself.accuracy, itself.num_ties) == (0.5, 7)
-
-
 def test_pair_metrics_by_hand():
     """Two wins, a tie, a loss; a row of filler counts nowhere."""
     rewards = torch.tensor([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0], [1.0, -1.0], [99.0, -99.0]])
@@ -245,15 +227,12 @@ def text_example(row: int, prompt: str, **columns: Any) -> Example:
     return Example(row, prompt, ids, [], columns)
 
 
-def text_rollouts(texts: list[str], has_stop: list[bool]) -> Rollouts:
-    encoded = tiny.tokenizer()(texts, add_special_tokens=False)["input_ids"]
-    ids = [row + [STOP] * stop for row, stop in zip(encoded, has_stop, strict=True)]
-    return Rollouts.of(ids, [[0.0] * len(row) for row in ids], has_stop)
-
-
 PROMPTS = [text_example(0, "my key is lost\n\nTL;DR:"), text_example(1, "a dog\n\nTL;DR:")]
 TEXTS = [" lost the key", " key", " the dog is lost", " dog"]
-ROLLOUTS = text_rollouts(TEXTS, [True, False, True, True])  # two for each prompt
+HAS_STOP = [True, False, True, True]
+ENCODED = tiny.tokenizer()(TEXTS, add_special_tokens=False)["input_ids"]
+IDS = [ids + [STOP] * stop for ids, stop in zip(ENCODED, HAS_STOP, strict=True)]
+ROLLOUTS = Rollouts.of(IDS, [[0.0] * len(ids) for ids in IDS], HAS_STOP)  # two for each prompt
 
 
 @pytest.fixture(scope="module")
@@ -385,15 +364,6 @@ def test_a_scorer_sums_weighted_functions_prompt_by_prompt(reward_folder, tmp_pa
     torch.testing.assert_close(by_function["judge"], expected, equal_nan=True)
     weighted = 2 * rewards - 0.5 * expected.nan_to_num(0.0)
     torch.testing.assert_close(total, weighted, rtol=0, atol=1e-3)
-
-
-def test_a_policy_as_reward_function_is_refused_before_weights_are_read(tmp_path):
-    tiny.causal_lm("gpt2", vocab_size=300).save_pretrained(tmp_path)
-    tiny.tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    config = tiny.train_config(max_prompt_length=40, max_completion_length=20)
-    with pytest.raises(UserError, match="is not a reward model"):
-        RewardFunctions.find([str(tmp_path)], [], tiny.vocabulary(), config)
 
 
 @pytest.mark.parametrize(

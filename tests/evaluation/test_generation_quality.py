@@ -16,7 +16,7 @@ import ranks
 import tiny
 import torch
 from rouge_score.rouge_scorer import RougeScorer
-from scipy.optimize import minimize
+from test_length_control import penalised
 from transformers import AutoModelForCausalLM
 
 import evaluate
@@ -31,7 +31,7 @@ from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load
 from common.rewards.score import RewardFunctions
-from common.sampling.sampler import Rollouts, Sampler
+from common.sampling.sampler import Sampler
 from common.text import synthetic
 
 STOP, PAD, LONGEST = 0, 1, 12
@@ -62,21 +62,16 @@ short.answer = lambda completions: [len(c) // 4 if c else None for c in completi
 """
 
 
-def save_policy(folder: Path, seed: int) -> Any:
-    lm = tiny.causal_lm("gpt2", seed=seed, vocab_size=300, is_plain=True)
-    with torch.no_grad():  # a stop token that is drawn often enough
-        lm.transformer.ln_f.bias += 8.0 * lm.lm_head.weight[STOP]
-    lm.save_pretrained(folder / "model")
-    tiny.tokenizer().save_pretrained(folder / "model")
-    return lm
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two policies, a reward model, rows and judges."""
     path = tmp_path_factory.mktemp("quality")
     for seed, name in enumerate(("sft", "dpo")):
-        save_policy(path / name, seed)
+        lm = tiny.causal_lm("gpt2", seed=seed, vocab_size=300, is_plain=True)
+        with torch.no_grad():  # a stop token that is drawn often enough
+            lm.transformer.ln_f.bias += 8.0 * lm.lm_head.weight[STOP]
+        lm.save_pretrained(path / name / "model")
+        tiny.tokenizer().save_pretrained(path / name / "model")
     with tiny.process_group():
         lm = tiny.classifier("llama", vocab_size=300)
         lm.config.pad_token_id = PAD
@@ -321,7 +316,9 @@ def test_the_file_holds_what_is_needed_to_recompute_the_win_rates(results, lines
         if len(set(wins)) == 1:  # every resample would say the same
             assert rate["length_controlled"] is None
             continue
-        expected = at_equal_length(np.array(wins), np.array(differences))
+        covariate = np.tanh(np.array(differences) / (np.std(differences) or 1))
+        theta, _ = penalised(covariate, np.array(wins), np.ones(len(wins)))
+        expected = 1 / (1 + math.exp(-theta))
         assert rate["length_controlled"]["win_rate"] == pytest.approx(expected, abs=1e-4)
         num_controlled += 1
     assert num_controlled >= 3
@@ -376,16 +373,6 @@ def test_several_samples_of_rows_without_pairs(folder, lines, monkeypatch):
             assert system["rewards"]["short"][key] == pytest.approx(rates["pass@1"][key])
 
 
-def at_equal_length(wins: np.ndarray, differences: np.ndarray) -> float:
-    covariate = np.tanh(differences / (differences.std() or 1))
-
-    def loss(x: np.ndarray) -> float:
-        eta = x[0] + x[1] * covariate
-        return float(np.logaddexp(0, eta).sum() - wins @ eta + 0.005 * x[1] ** 2)
-
-    return 1 / (1 + math.exp(-minimize(loss, np.zeros(2), method="BFGS").x[0]))
-
-
 def test_two_ranks_write_what_one_writes(folder, results, lines):
     argv = arguments(folder, "two")
     ranks.launch(evaluate_here, 2, folder, argv=argv)
@@ -406,13 +393,3 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, float):
         return bool(found == pytest.approx(expected, rel=1e-6, abs=1e-5))
     return bool(found == expected)
-
-
-def test_a_completion_of_no_words_shares_none():
-    config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-    judges = RewardFunctions.find([], [], tiny.vocabulary(), config)
-    example = tiny.ragged_examples([(4,)])[0]
-    rollouts = Rollouts.of([[STOP]], [[0.0]], [True])
-    (own,) = measure.judge_completions(judges, [example], rollouts, [""], ["a reference"])
-    assert (own.completion, own.num_tokens, own.rewards) == ("", 1, {})
-    assert (own.rouge_1, own.rouge_2, own.rouge_l) == (0, 0, 0)

@@ -94,17 +94,6 @@ def test_where_lengths_do_not_differ_nothing_is_corrected():
     assert length_controlled(wins, np.full(12, 3.0), range(12)) is None  # nor can be
 
 
-def test_swapping_the_systems_swaps_the_win_rate():
-    wins, differences = simulate(np.random.default_rng(2), 200)
-    found = length_controlled(wins, differences, range(200))
-    swapped = length_controlled(1 - wins, -differences, range(200))
-    assert swapped["win_rate"] == pytest.approx(1 - found["win_rate"], abs=1e-7)
-    assert (swapped["low"], swapped["high"]) == pytest.approx(
-        (1 - found["high"], 1 - found["low"]), abs=1e-7
-    )
-    assert swapped["length_effect"] == pytest.approx(found["length_effect"], abs=1e-6)
-
-
 def test_the_interval_covers_the_win_rate_at_equal_length_and_not_the_plain_one():
     generator = np.random.default_rng(3)
     covered, plain = 0, 0
