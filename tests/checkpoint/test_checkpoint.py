@@ -10,6 +10,8 @@
 """
 
 import errno
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,40 +132,15 @@ def test_nothing_is_pickled(saved: Path) -> None:
 # ---- damage --------------------------------------------------------------------------------------
 
 
-def truncate(folder: Path) -> None:
-    with (folder / SHARD).open("rb+") as file:
-        file.truncate(1000)
-
-
 def flip(folder: Path) -> None:
     content = bytearray((folder / SHARD).read_bytes())
     content[len(content) // 2] ^= 1
     (folder / SHARD).write_bytes(content)
 
 
-def lose(folder: Path) -> None:
-    (folder / SHARD).unlink()
-
-
 def edit_manifest(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
-
-
-def rename(folder: Path) -> None:
-    (folder / "manifest.json").write_bytes(
-        (folder.with_name("step_00000002") / "manifest.json").read_bytes()
-    )
-
-
-def lose_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-def add_stray_shard(folder: Path) -> None:
-    """Torch would read it, and the older numbers in it."""
-    other = folder.with_name("step_00000002") / SHARD
-    (folder / "copy.safetensors").write_bytes(other.read_bytes())
 
 
 def write_as_another_version(folder: Path) -> None:
@@ -172,19 +149,29 @@ def write_as_another_version(folder: Path) -> None:
     layout.write_manifest(folder, contents)
 
 
-DAMAGE = [
-    (truncate, f"{SHARD} has 1000 bytes, not "),
+def of_step_2(folder: Path, name: str) -> Path:
+    return folder.with_name("step_00000002") / name
+
+
+DAMAGE: list[tuple[Any, str]] = [
+    (lambda folder: os.truncate(folder / SHARD, 1000), f"{SHARD} has 1000 bytes, not "),
     (flip, f"{SHARD} does not have its checksum"),
-    (lose, f"{SHARD} is missing"),
+    (lambda folder: (folder / SHARD).unlink(), f"{SHARD} is missing"),
     (edit_manifest, "manifest.json is damaged"),
-    (rename, "manifest.json is of step 2"),
-    (lose_manifest, "it has no manifest.json"),
-    (add_stray_shard, "copy.safetensors does not belong to it."),
+    (
+        lambda folder: shutil.copy(of_step_2(folder, "manifest.json"), folder),
+        "manifest.json is of step 2",
+    ),
+    (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
+    (  # torch would read it, and the older numbers in it
+        lambda folder: shutil.copy(of_step_2(folder, SHARD), folder / "copy.safetensors"),
+        "copy.safetensors does not belong to it.",
+    ),
     (write_as_another_version, "manifest.json has no 'sums': another version has written it."),
 ]
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE)
 def test_damage_is_named_and_the_one_before_is_taken(
     saved: Path, damage: Any, reason: str, capsys: pytest.CaptureFixture
 ) -> None:
@@ -265,26 +252,23 @@ def test_auto_refuses_another_config_and_names_the_fields(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "reason"),
+    ("change", "reason"),
     [
         ({"stage": "DPOConfig"}, "the stage was DPOConfig and is SFTConfig"),
         (
             {"config": {"dropout": 0.1, "was_off": False}},
-            "of another run: dropout was 0.1 and is no flag any more;",
+            "dropout was 0.1 and is no flag any more;",
         ),
     ],
 )
 def test_auto_refuses_another_stage_and_a_flag_that_was_on_and_is_gone(
-    entries: dict[str, Any], reason: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], reason: str, saved: Path
 ) -> None:
-    read = layout.read_manifest
-
-    def changed(folder: Path) -> dict[str, Any]:
-        contents = read(folder)
-        return contents | entries | {"config": contents["config"] | entries.get("config", {})}
-
-    monkeypatch.setattr(layout, "read_manifest", changed)
-    with pytest.raises(UserError, match=reason):
+    newest = layout.newest_first(saved)[0]
+    contents = layout.read_manifest(newest)
+    contents |= change | {"config": contents["config"] | change.get("config", {})}
+    layout.write_manifest(newest, contents)
+    with pytest.raises(UserError, match=f"of another run: {reason}"):
         find(saved)
 
 
@@ -358,8 +342,9 @@ def test_a_finished_model_without_checkpoints_is_not_replaced_by_another_run(
 
 
 def test_a_run_does_not_replace_what_it_reads(tmp_path: Path) -> None:
-    (tmp_path / "run" / "model" / "part").mkdir(parents=True)
-    for path in ("model", "model/part", "../run/model"):
+    for path in ("model/part", "checkpoints/step_00000001"):
+        (tmp_path / "run" / path).mkdir(parents=True)
+    for path in ("model", "model/part", "../run/model", "checkpoints/step_00000001"):
         with pytest.raises(UserError, match="--model_name_or_path is .*, which this run would"):
             tiny.train_config(
                 output_dir=str(tmp_path / "run"), model_name_or_path=str(tmp_path / "run" / path)
@@ -423,16 +408,6 @@ def test_a_damaged_best_is_named_and_the_next_best_is_taken(
         f"step_00000002 is skipped: {SHARD} does not have its checksum" in capsys.readouterr().out
     )
     assert are_equal([*saver.model.parameters()], [*trained(steps=3)[0].parameters()])
-
-
-def test_a_half_removed_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
-    """As a run leaves it that was killed while it removed old ones."""
-    fields = {"metric_for_best_model": "eval_loss", "keep_last": 0}
-    save_all(tmp_path, [0.9, 0.2, 0.5], **fields).close()
-    lose_manifest(layout.folder_of(tmp_path, 1))
-    saver = save_all(tmp_path, [0.9, 0.2, 0.5], **fields)
-    saver.close()
-    assert find(tmp_path, save_steps=1, eval_steps=1, **fields) is not None
 
 
 def test_what_is_removed_has_no_checkpoints_name(
@@ -562,11 +537,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
 # ---- signals -------------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_not_asked_goes_on(tmp_path: Path) -> None:
-    tiny.checkpointer(tmp_path, *trained()).stop_if_asked(0)
-    assert layout.newest_first(tmp_path) == []
-
-
 def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: None) -> None:
     run = trained()
     expected = state(run)
@@ -574,6 +544,7 @@ def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: 
     saver.metrics.add("loss", 1.0)
     signals._first = None
     saver.stop_if_asked(5)
+    assert layout.newest_first(tmp_path) == []  # it was not asked
     saver.metrics.add("loss", 100.0)  # of the step that is not finished
     next(run[0].parameters()).sum().backward()
     signals._first = (signal.SIGTERM, 0.0)
@@ -612,7 +583,8 @@ def test_nothing_of_saving_is_left(tmp_path: Path, is_stopped: bool, asked: None
     assert not any(thread.is_alive() for thread in saver._thread._threads)
 
 
-def test_a_lost_connection_stops_a_run_unless_nohup_has_said_no() -> None:
+def test_signals_stop_a_run_unless_nohup_has_said_no_and_a_second_one_ends_it() -> None:
+    """Within a second the second one is the launcher passing on the first."""
     program = """
 import os, signal, time
 from common.shutdown import signals
@@ -622,23 +594,11 @@ for handler, name in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")):
     os.kill(os.getpid(), signal.SIGHUP)
     while signals.received() != name:
         time.sleep(0.01)
+signals.listen()
 os.kill(os.getpid(), signal.SIGUSR1)  # which came after it
+os.kill(os.getpid(), signal.SIGUSR1)
 while not signals.received():
     time.sleep(0.01)
-assert signals.received() == "SIGUSR1"
-"""
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)
-
-
-def test_a_second_signal_has_its_default_effect() -> None:
-    """Within a second it is the launcher passing on the first."""
-    program = """
-import os, signal, sys, time
-from common.shutdown import signals
-signals.listen()
-os.kill(os.getpid(), signal.SIGUSR1)
-os.kill(os.getpid(), signal.SIGUSR1)
 assert signals.received() == "SIGUSR1"
 signals.SAME_SIGNAL = 0.0
 time.sleep(0.1)
@@ -646,10 +606,14 @@ print("still here", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 print("and here")
 """
-    command = [sys.executable, "-c", program]
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", program],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert (result.returncode, result.stdout) == (-signal.SIGTERM, "still here\n")
     assert result.stderr == "\nSIGUSR1: saving and ending soon; a second one ends at once\n"

@@ -121,13 +121,6 @@ def test_what_is_no_checkpoint_or_damaged_is_refused(
         hf_folder.with_folders(tiny.train_config(model_name_or_path=str(newest)))
 
 
-def test_a_checkpoint_that_the_run_may_remove_is_no_input_of_it(run: Path) -> None:
-    own = str(layout.newest_first(run)[0])
-    tiny.train_config(output_dir=str(run), resume_from_checkpoint=own)
-    with pytest.raises(UserError, match="--model_name_or_path is .*, which this run would write"):
-        tiny.train_config(output_dir=str(run), model_name_or_path=own)
-
-
 # ---- the card, and the hub -----------------------------------------------------------------------
 
 
