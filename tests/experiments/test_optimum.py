@@ -265,14 +265,3 @@ def test_maxrl_weighs_a_prompt_by_how_rarely_it_succeeds():
 )
 def test_ends_elsewhere(objective: str, problem: str, at_least: float):
     assert distance(objective, problem, optimum.optimum(PROBLEMS[problem])) > at_least
-
-
-def test_ratio_and_clip_play_no_part_in_these_ends():
-    """With one update per rollout the ratio is 1, so the objectives above are REINFORCE's."""
-    problem = PROBLEMS["two tokens"]
-    logits = problem.ref_logits.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(optimum.grpo(problem, logits, kl="reward"), logits)
-    logps = problem.logps(logits)
-    advantages = problem.rewards - (logps.exp().detach() * problem.rewards).sum()
-    (reinforce,) = torch.autograd.grad(-(logps.exp().detach() * advantages * logps).sum(), logits)
-    torch.testing.assert_close(gradient, reinforce, rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -113,11 +114,7 @@ def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
         gold = synthetic.gold_reward(texts[i], example.columns["facts"])
         assert measured.gold[place] == pytest.approx(gold, abs=1e-6)
     assert measured.log_ratio.mean() > 0.5  # the models differ
-
-
-def test_the_reference_is_at_distance_0(folder):
-    measured = measurer(folder).measure("sft/model", 2)
-    assert measured.log_ratio == pytest.approx(0, abs=1e-3)
+    assert found.measure("sft/model", 2).log_ratio == pytest.approx(0, abs=1e-3)
 
 
 def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(folder):
@@ -168,14 +165,7 @@ def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(t
     assert pairs == [(" text 1", " text 0"), (" text 3", " text 2"), (" text 6", " text 7")]
 
 
-def test_seeds_learn_from_other_pairs():
-    first, second = (
-        choose(range(12), settings(num_proxy_pairs=6, seed=seed), "num_proxy_pairs")
-        for seed in (0, 1)
-    )
-    assert len(set(first)) == 6
-    assert set(first) <= set(range(12))
-    assert 0 < len(set(first) & set(second)) < 6
+def test_more_pairs_than_there_are_are_refused():
     with pytest.raises(UserError, match="--num_proxy_pairs is 13; .* has 12 rows"):
         choose(range(12), settings(num_proxy_pairs=13), "num_proxy_pairs")
 
@@ -267,6 +257,7 @@ def test_values_that_make_no_experiment_are_refused(changes, said):
         settings(**changes)
 
 
+@mock.patch("gc.collect", int)  # which takes a third of the time
 @pytest.mark.usefixtures("few_resamples")
 def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkeypatch, capsys):
     started: list[str] = []
@@ -331,9 +322,9 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
     (folder / "rewards.py").write_text(
         "def length(completions, **columns):\n    return [len(c) / 10 for c in completions]\n"
     )
-    config.gold = "rewards.py:length"
+    config.gold, config.seeds = "rewards.py:length", [4]
     overoptimization.main(config)
     assert started == []
     again = json.loads((folder / "out" / "results.json").read_text())
-    assert again["points"] != results["points"]
+    assert again["points"] != [point for point in results["points"] if point["seed"] == 4]
     assert distributed.world_size() == 1

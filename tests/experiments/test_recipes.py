@@ -3,13 +3,14 @@
 The stages run in order in a working directory where small stand-ins bear the names that the recipe
 uses: `gpt2` is a random model of two layers, `trl-lib/tldr` a folder of twelve rows. So the names,
 the columns and the folders that one stage hands to the next are the recipe's own; only the number
-of steps and the batch sizes are smaller.
+of steps and the batch sizes are smaller. The chain of `demo` runs in `test_replicate.py`.
 """
 
 import gzip
 import importlib
 import json
 import math
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+import datasets
 import pytest
 import tiny
 import torch
@@ -31,12 +33,11 @@ from transformers import (
 
 from common.config.parser import parse
 from common.record.jsonl import read_jsonl
-from common.text import synthetic
+from common.text import sources, synthetic
 from common.text.reading import load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "assets" / "recipes"
-GPT2_TOKENIZER = ROOT.parent / "shared" / "data" / "gpt2_tokenizer"
 STAGES = {
     "sft": ("train_sft", "SFTConfig"),
     "pairs": ("experiments.sample_pairs", "PairsConfig"),
@@ -45,7 +46,7 @@ STAGES = {
     "grpo": ("train_grpo", "GRPOConfig"),
     "evaluate": ("evaluate", "EvaluateConfig"),
 }
-CHAINS = ("demo", "tldr-gpt2", "tldr-gpt2-large", "tldr-pythia-1b", "scitldr")
+CHAINS = ("tldr-gpt2", "tldr-gpt2-large", "tldr-pythia-1b", "scitldr")
 WHOLE = ("sft", "reward", "dpo", "grpo", "evaluate")
 # Whose rewards need no training
 SHORT_CHAINS = {
@@ -74,7 +75,11 @@ def config_class(stage: str) -> Any:
 
 
 def test_every_chain_has_its_stages():
-    stages = {**dict.fromkeys((*CHAINS, "origin"), WHOLE), **SHORT_CHAINS, "sentiment": SENTIMENT}
+    stages = {
+        **dict.fromkeys((*CHAINS, "demo", "origin"), WHOLE),
+        **SHORT_CHAINS,
+        "sentiment": SENTIMENT,
+    }
     found = {path.relative_to(RECIPES).as_posix() for path in FILES}
     assert found == {f"{chain}/{stage}.yaml" for chain in stages for stage in stages[chain]}
 
@@ -91,11 +96,8 @@ def test_every_key_of_a_recipe_reaches_the_config(path):
         assert found == value, key
         assert isinstance(found, bool) == isinstance(value, bool), key  # True == 1
         assert type(found) is (get_origin(types[key]) or types[key]), key
-    assert config.output_dir == f"output/{path.parent.name}/{folder_of(path.stem)}"
-
-
-def folder_of(stage: str) -> str:
-    return "evaluation" if stage == "evaluate" else stage
+    folder = "evaluation" if path.stem == "evaluate" else path.stem
+    assert config.output_dir == f"output/{path.parent.name}/{folder}"
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +106,9 @@ def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "assets").symlink_to(ROOT / "assets", target_is_directory=True)
     smol = "HuggingFaceTB/SmolLM2-135M"
-    for hub_id in ("gpt2", "gpt2-large", "EleutherAI/pythia-1b-deduped", smol, f"{smol}-Instruct"):
-        save_model(folder / hub_id)
+    names = ("gpt2", "gpt2-large", "EleutherAI/pythia-1b-deduped", smol, f"{smol}-Instruct")
+    for name in (*names, "output/demo/sft/model", "output/demo/grpo/model"):
+        save_model(folder / name)
     make_gsm8k(folder)
     make_one_sentence(folder)
     summaries, pairs = synthetic.make_rows("sft", "train", 12), []
@@ -140,16 +143,24 @@ QUESTIONS = [
 ]
 
 
+def make_rows(recipe: str, folder: Path, *arguments: str) -> None:
+    """Run a recipe's script in a folder, as a command does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["make_rows.py", *arguments])
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sources, "is_reachable", lambda: False)
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        runpy.run_path(str(RECIPES / recipe / "make_rows.py"), run_name="__main__")
+
+
 def make_gsm8k(folder: Path) -> None:
     """The recipe's own script on files like the data set's."""
     (folder / "gsm8k").mkdir()
     for split in ("train", "test"):
         text = "\n".join(map(json.dumps, QUESTIONS)).encode()
         (folder / "gsm8k" / f"{split}.jsonl.gz").write_bytes(gzip.compress(text))
-    script = RECIPES / "gsm8k" / "make_rows.py"
-    cache = {"HF_DATASETS_CACHE": str(folder / "cache"), "PATH": ""}
-    command = [sys.executable, str(script), "--source", "gsm8k"]
-    subprocess.run(command, check=True, cwd=folder, env=cache)
+    make_rows("gsm8k", folder, "--source", "gsm8k")
 
 
 def make_one_sentence(folder: Path) -> None:
@@ -158,10 +169,7 @@ def make_one_sentence(folder: Path) -> None:
     row = {"prompt": f"TITLE: T\n\nPOST: {abstract.strip()}\n\nTL;DR:", "completion": " Own."}
     for split in ("train", "validation"):
         tiny.write_rows(folder / "abstracts" / f"{split}.jsonl", [row] * 6)
-    script = RECIPES / "one-sentence" / "make_rows.py"
-    cache = {"HF_DATASETS_CACHE": str(folder / "cache"), "PATH": ""}
-    command = [sys.executable, str(script), "--source", "abstracts"]
-    subprocess.run(command, check=True, cwd=folder, env=cache)
+    make_rows("one-sentence", folder, "--source", "abstracts")
 
 
 def test_scitldr_s_script_makes_the_rows_of_its_recipes(tmp_path):
@@ -174,10 +182,7 @@ def test_scitldr_s_script_makes_the_rows_of_its_recipes(tmp_path):
     articles = [article | {"relevance": [1.0, 2.0, 4.0]}] * 5  # overall: 1, 2.75, 2.5
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs" / "test.jsonl").write_text("\n".join(map(json.dumps, articles)))
-    script = RECIPES / "scitldr" / "make_rows.py"
-    cache = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "PATH": ""}
-    command = [sys.executable, str(script), "--source", ".", "--pairs_source", "pairs"]
-    subprocess.run(command, check=True, cwd=tmp_path, env=cache)
+    make_rows("scitldr", tmp_path, "--source", ".", "--pairs_source", "pairs")
     (row,) = load_rows(str(tmp_path / "data/scitldr"), "validation", kind="sft")
     assert row == {"prompt": "TITLE: T\n\nPOST: One. Two.\n\nTL;DR:", "completion": " Own."}
     pairs = load_rows(str(tmp_path / "data/summeval_preference"), "validation", kind="preference")
@@ -187,11 +192,8 @@ def test_scitldr_s_script_makes_the_rows_of_its_recipes(tmp_path):
 
 
 def save_model(folder: Path) -> None:
-    """Two layers of width 32 that stop after some ten tokens; `gpt2` has the real tokenizer."""
-    if folder.name == "gpt2" and GPT2_TOKENIZER.is_dir():
-        tokenizer = AutoTokenizer.from_pretrained(GPT2_TOKENIZER)
-    else:
-        tokenizer = synthetic.train_tokenizer()
+    """Two layers of width 32 that stop after some ten tokens."""
+    tokenizer = synthetic.train_tokenizer()
     if folder.name.endswith("Instruct"):
         tokenizer.chat_template = (
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
@@ -218,17 +220,15 @@ def run_stage(chain: str, stage: str, **flags: int) -> None:
     importlib.import_module(STAGES[stage][0]).main(config)
 
 
-FEW_ROLLOUTS = {"num_generations": 4, "generation_batch_size": 4, "num_train_rows": 6}
+FEW_ROWS = {"num_train_rows": 6, "num_eval_rows": 6}
+FEW_ROLLOUTS = {"num_generations": 4, "generation_batch_size": 4, **FEW_ROWS}
 
 
 @pytest.mark.usefixtures("without_pictures", "few_resamples")
 @pytest.mark.parametrize("chain", CHAINS)
 def test_two_steps_of_every_stage_run(chain, working_directory):
     for stage in WHOLE:
-        flags = {"num_eval_rows": NUM_PAIRS} if chain == "demo" else {}
-        if chain == "demo" and stage != "evaluate":
-            flags["num_train_rows"] = 12
-        run_stage(chain, stage, **flags)
+        run_stage(chain, stage)
     check_runs(working_directory / "output" / chain)
     check_results(working_directory / "output" / chain / "evaluation", chain)
 
@@ -236,7 +236,7 @@ def test_two_steps_of_every_stage_run(chain, working_directory):
 @pytest.mark.usefixtures("without_pictures", "few_resamples")
 @pytest.mark.parametrize("chain", SHORT_CHAINS)
 def test_two_steps_of_a_chain_with_rewards_that_are_functions(chain, working_directory):
-    flags = {"sft": {"num_train_rows": 6}, "grpo": FEW_ROLLOUTS, "evaluate": {}}
+    flags = {"sft": FEW_ROWS, "grpo": FEW_ROLLOUTS, "evaluate": {}}
     for stage in SHORT_CHAINS[chain]:
         run_stage(chain, stage, **flags[stage])
     folder = working_directory / "output" / chain
@@ -292,7 +292,8 @@ def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory):
     save_classifier(working_directory / CLASSIFIER)
     make_imdb(working_directory)
     for stage in SENTIMENT:
-        run_stage("sentiment", stage, num_eval_rows=4, **FEW_ROLLOUTS if stage == "grpo" else {})
+        flags = FEW_ROLLOUTS if stage == "grpo" else {}
+        run_stage("sentiment", stage, **flags | {"num_eval_rows": 4})
     folder = working_directory / "output" / "sentiment"
     assert sorted(path.name for path in (folder / "pairs").iterdir()) == [
         "config.yaml",
@@ -326,16 +327,16 @@ def make_imdb(folder: Path) -> None:
             text = f"A {sentiment} film,<br /><br />number {n} of the {split} ones, and short."
             (folder / "aclImdb" / split / sentiment / f"{n}_1.txt").write_text(text)
     script = RECIPES / "sentiment" / "make_rows.py"
-    command = [sys.executable, str(script), "--source", "aclImdb", "--tokenizer"]
+    command = [sys.executable, str(script), "--source", "aclImdb", "--tokenizer", "no/model"]
     offline = {"HF_HUB_OFFLINE": "1", "PATH": ""}
     gone = subprocess.run(
-        [*command, "no/model"], cwd=folder, capture_output=True, text=True, env=offline, check=False
+        command, cwd=folder, capture_output=True, text=True, env=offline, check=False
     )
     assert gone.returncode == 1
     assert gone.stderr.startswith("error: ")
     assert gone.stderr.count("\n") == 1
     assert "local copies are given by --source FOLDER --tokenizer FOLDER." in gone.stderr
-    subprocess.run([*command, "gpt2-large"], cwd=folder, check=True)
+    make_rows("sentiment", folder, "--source", "aclImdb", "--tokenizer", "gpt2-large")
     rows = load_rows(str(folder / "data" / "imdb"), "train", kind="sft")
     assert len(rows) == 12
     tokenizer = AutoTokenizer.from_pretrained(folder / "gpt2-large")
@@ -406,6 +407,6 @@ def check_results(folder: Path, chain: str) -> None:
     assert results["num_pairs"] == NUM_PAIRS
     by_source = {"tldr": NUM_PAIRS - NUM_CNN_DM, "cnn_dm": NUM_CNN_DM}
     for system in results["comparison"]["systems"]:
-        found = {n: own["num_pairs"] for n, own in system["accuracy_by"].get("source", {}).items()}
-        assert found == ({} if chain == "demo" else by_source)
+        found = {n: own["num_pairs"] for n, own in system["accuracy_by"]["source"].items()}
+        assert found == by_source
     assert (folder / "report.md").is_file()
