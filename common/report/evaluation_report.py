@@ -1,23 +1,35 @@
 """The systems' table, the text for the terminal and the report of an evaluation."""
 
 from collections.abc import Mapping
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
-from common.evaluation.records import BASELINES, Results
-from common.record.run_folder import METRICS, folder_of_run, read_metrics, short_path
+from common.evaluation.records import Results
+from common.record.run_folder import METRICS, folder_of_run, short_path
 from common.record.terminal import NOT_MEASURED
 from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
-from common.report.figures import held_out, main_reward, reward_functions, summary_figures
-from common.report.page import write_page
+from common.report.figures import held_out, reward_functions, summary_figures
+from common.report.page import run_facts, write_page
 from common.report.plots import system_colours
 
-MEASURED = ("accuracy", "gold_reward", "reward", "kl", "length", "stop_rate", "minutes")
+READING_NOTES = f"""
+- Accuracy is the share of held-out pairs in which a system scores the chosen completion higher; a
+  pair with equal scores counts one half. The column `accuracy by` says by which score: implicit
+  rewards and log-probabilities are different quantities.
+- Attainable is the accuracy that no system can exceed in expectation, where the labels were drawn
+  with known probabilities.
+- Intervals are 95%: Wilson's for shares, the percentile bootstrap for means. They cover the draw of
+  the evaluation rows, not the seed of the training run. Where prompts have several pairs, read the
+  interval over prompts in the section on preference accuracy. Systems whose intervals overlap may
+  still differ: they are measured on the same rows.
+- KL is to the reference in nats per completion, length is in tokens with the stop token, stop is
+  the share of completions that ended by themselves. Minutes and GB are of training.
+- {NOT_MEASURED} means that it was not measured.
+"""
 
 
 def systems_table(results: Results) -> Table:
@@ -57,74 +69,20 @@ def number_cell(value: float | None, digits: int, *, scale: float = 1) -> str:
     return NOT_MEASURED if value is None else f"{scale * value:.{digits}f}"
 
 
-def terminal_text(results: Results, verbose: bool) -> str:
-    """The systems' table and its conclusions; if verbose the other tables of the report too."""
-    others: list[Section | Table] = []
-    if verbose and results.comparison:
-        others += tables.comparison_sections(results.comparison)
-    if verbose:
-        others += tables.generation_tables(results)
-    shown = [str(other.blocks[0] if isinstance(other, Section) else other) for other in others]
-    return "\n\n".join([str(systems_table(results)), conclusions(results), *shown])
-
-
-def conclusions(results: Results) -> str:
-    """The best systems by accuracy and reward, and win rates against the first policy, in words."""
-    lines = [f"{held_out(results).capitalize()}; intervals are 95%."]
-    accuracies = {system["name"]: system.get("accuracy") for system in results.systems}
-    title, rewards = main_reward(results.systems)
-    accuracy = highest(accuracies, "accuracy", 100, 1)
-    best = [
-        f"Accuracy is highest for {accuracy}%{best_baseline(results)}.",
-        f"{title} is highest for {highest(rewards, 'mean', 1, 3)}.",
-    ]
-    several = [sum(map(bool, values.values())) > 1 for values in (accuracies, rewards)]
-    lines.append(" ".join(compress(best, several)))
-    rates = results.win_rates
-    judges = list(dict.fromkeys(rate["judge"] for rate in rates))
-    judge = "gold" if "gold" in judges else next(iter(judges[::-1]), None)  # a judge function's
-    baseline = rates[0]["b"] if rates else None
-    wins = [
-        f"{rate['a']} {interval_cell(rate, 100, 1, 'win_rate')}"
-        for rate in rates
-        if rate["judge"] == judge and rate["b"] == baseline
-    ]
-    if wins:
-        lines.append(f"Win rate % against {baseline}, judged by {judge}: {', '.join(wins)}.")
-    return "\n".join(filter(None, lines))
-
-
-def best_baseline(results: Results) -> str:
-    """The accuracy of the best baseline, in brackets; "" without pairs."""
-    systems = (results.comparison or {}).get("systems", [])
-    accuracies = {s["name"]: s["accuracy"] for s in systems if s["name"] in BASELINES}
-    return f" (best baseline: {highest(accuracies, 'accuracy', 100, 1)}%)" if accuracies else ""
-
-
-def highest(
-    intervals: Mapping[str, Mapping[str, Any] | None], key: str, scale: float, digits: int
-) -> str:
-    """The system with the highest value, or those that share it, and the value."""
-    values = {name: interval[key] for name, interval in intervals.items() if interval}
-    most = max(values.values(), default=0.0)
-    names = [name for name, value in values.items() if value == most]
-    return f"{' and '.join(names)}, {scale * most:.{digits}f}"
+def terminal_text(results: Results) -> str:
+    """The systems' table, and what it was measured on."""
+    return f"{systems_table(results)}\n\n{held_out(results).capitalize()}; intervals are 95%."
 
 
 def system_numbers(results: Results) -> dict[str, float]:
     """The systems' measurements without intervals, by `<system>/<name>`."""
     numbers = {}
-    wanted = (*MEASURED, "peak_memory_gb", *reward_functions(results.systems))
     for system in results.systems:
         for name, value in {**(system.get("rewards") or {}), **system}.items():
             if isinstance(value, Mapping):
                 value = value.get("mean", value.get("accuracy"))
-            if name in wanted and value is not None:
+            if isinstance(value, int | float):
                 numbers[f"{system['name']}/{name}"] = float(value)
-        for judge, rates in (system.get("pass_rates") or {}).items():
-            for name, rate in rates.items():
-                if rate:
-                    numbers[f"{system['name']}/{judge}/{name}"] = rate["mean"]
     return numbers
 
 
@@ -155,53 +113,20 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
     folders = {system["name"]: folder_of_run(system["path"])[0] for system in results.systems}
     first = {folder: name for name, folder in reversed(folders.items())}  # of its checkpoints one
     runs = {first[run]: run for run in folders.values() if (run / METRICS).is_file()}
-    records = {name: read_metrics(run) for name, run in runs.items()}
-    colours = system_colours(folders)
-    pictures = summary_figures(results, records, colours, output_dir / "plots")
+    pictures = summary_figures(results, system_colours(folders), output_dir / "plots")
     systems: list[Block] = [
         f"{held_out(results).capitalize()}.",
         systems_table(results),
         *map(Picture, pictures),
+        READING_NOTES,
     ]
-    blocks = [Section("How to read this", [reading_notes(results)]), Section("Systems", systems)]
+    blocks = [Section("Systems", systems)]
     if comparison := results.comparison:
         blocks.append(Section("Preference accuracy", tables.comparison_sections(comparison)))
     if generations := tables.generation_tables(results):
-        notes = [*tables.QUALITY_NOTES, *tables.PASS_NOTES, *tables.WIN_RATE_NOTES]
-        blocks.append(Section("Generations", [*generations, *notes]))
+        blocks.append(Section("Generations", generations))
     blocks += sections.completions_section(output_dir)
     blocks += sections.run_sections(runs)
     title = f"Results on {short_path(results.dataset)}"
-    return [*write_page(output_dir, title, blocks), *pictures]
-
-
-def reading_notes(results: Results) -> str:
-    """A list of what must be known to read the table of the systems."""
-    accuracies = {system["name"]: system.get("accuracy") for system in results.systems}
-    ties = [f"{name} {accuracy['num_ties']}" for name, accuracy in accuracies.items() if accuracy]
-    of_pairs = [
-        "Accuracy is the share of held-out pairs in which a system scores the chosen completion "
-        "higher. The column `accuracy by` says by which score: implicit rewards and "
-        "log-probabilities are different quantities. A pair with equal scores counts one half. "
-        f"Ties: {', '.join(ties)}.",
-        "Wilson's interval of an accuracy takes pairs as independent: where a prompt has several, "
-        "the interval over prompts in the section on preference accuracy is the one that holds.",
-    ]
-    notes = [
-        *(of_pairs if ties else ()),
-        "Intervals are 95%: Wilson's for shares, the percentile bootstrap for means. They cover "
-        "the draw of the evaluation rows, not the seed of the training run. Two systems whose "
-        "intervals are apart differ; if the intervals overlap they may still differ, since both "
-        "are measured on the same rows.",
-        "KL is to the reference in nats per completion, length is in tokens with the stop token, "
-        "stop is the share of completions that ended by themselves. Minutes and GB are the wall "
-        "time and the peak memory of training.",
-        f"{NOT_MEASURED} means that it was not measured.",
-    ]
-    if results.attainable_accuracy is not None:
-        attainable = (
-            f"Attainable is {100 * results.attainable_accuracy:.1f}%: the labels were drawn with "
-            "known probabilities, and no system can be right more often in expectation."
-        )
-        notes.insert(1, attainable)
-    return "\n".join(f"- {note}" for note in notes)
+    facts = {"split": results.split, **run_facts(output_dir)}
+    return [*write_page(output_dir, title, blocks, facts), *pictures]

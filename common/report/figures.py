@@ -1,52 +1,28 @@
-"""Figures of an evaluation, drawn from `results.json` and the curves of the runs behind it."""
+"""Figures of an evaluation, drawn from `results.json`."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from common.evaluation.records import Results
-from common.record.glossary import FUNCTION_PREFIX, recorded
-from common.report.plots import (
-    GREY,
-    Line,
-    Panel,
-    Records,
-    draw_legend,
-    draw_panel,
-    save,
-    series,
-    style,
-    titled_figure,
-)
+from common.report.plots import GREY, save, style, titled_figure
 
 MODEL_SCORE = "Reward-model score of completions"
 
 
-def summary_figures(
-    results: Results,
-    records: Mapping[str, Records],
-    colours: Mapping[str, str],
-    folder: Path,
-) -> list[Path]:
-    """Draw the chain: accuracy, reward, and the training from `records`, a picture for each.
-
-    Without pairs there is no accuracy to draw.
-    """
-    panels: dict[str, Callable[[Any], None]] = {
-        "accuracy": lambda axes: draw_accuracy(axes, results, colours),
-        "reward": lambda axes: draw_reward(axes, results, colours),
-        "reward_curves": lambda axes: draw_reward_curves(axes, records, colours),
-        "loss": lambda axes: draw_loss_curves(axes, records, colours),
-    }
-    if not results.num_pairs:
-        del panels["accuracy"]
+def summary_figures(results: Results, colours: Mapping[str, str], folder: Path) -> list[Path]:
+    """Draw each system's accuracy and reward, a picture for each that was measured."""
+    drawn: dict[str, Callable[..., None]] = {}
+    if results.num_pairs:
+        drawn["accuracy"] = draw_accuracy
+    if main_reward(results.systems)[0]:
+        drawn["reward"] = draw_reward
     pictures = []
     with style():
-        for name, draw in panels.items():
+        for name, draw in drawn.items():
             figure = titled_figure("", 4.6, 3.8)
-            draw(figure.add_subplot())
+            draw(figure.add_subplot(), results, colours)
             pictures.append(save(figure, folder / f"{name}.png"))
     return pictures
 
@@ -104,11 +80,8 @@ def main_reward(
 
 
 def draw_reward(axes: Any, results: Results, colours: Mapping[str, str]) -> None:
-    """Each system's `main_reward`."""
+    """Each system's `main_reward`, which there must be."""
     title, intervals = main_reward(results.systems)
-    if not title:
-        draw_nothing(axes, "Reward", "no system was scored by a reward")
-        return
     digits = "{:.2f}" if title == MODEL_SCORE else "{:.3f}"
     draw_intervals(axes, intervals, "mean", colours, digits)
     axes.set(title=f"{title}, 95% interval", ylabel="mean over the completions")
@@ -143,44 +116,3 @@ def draw_intervals(
     axes.set_xlim(-0.5, len(measured) - 0.2)
     axes.grid(visible=False, axis="x")
     return ends
-
-
-def draw_nothing(axes: Any, title: str, text: str) -> None:
-    """A sentence in the place of a panel."""
-    axes.set(title=title, xticks=[], yticks=[])
-    axes.text(0.5, 0.5, text, ha="center", va="center", color=GREY, transform=axes.transAxes)
-
-
-def draw_reward_curves(
-    axes: Any, records: Mapping[str, Records], colours: Mapping[str, str]
-) -> None:
-    """Reward in the runs that sample; each reward function too that is not all of the reward."""
-    title, lines, owners, dashes = "Reward in training", [], [], []
-    for run, logged in records.items():
-        rewards, dashed = series(logged, "reward"), cycle(("--", ":", "-."))
-        for name in recorded(logged, ["reward", FUNCTION_PREFIX]):
-            if name == "reward" or series(logged, name) != rewards:
-                lines.append(Line(f"{run}: {name}", *series(logged, name)))
-                owners.append(colours[run])
-                dashes.append("-" if name == "reward" else next(dashed))
-    if not lines:
-        draw_nothing(axes, title, "no run recorded a reward")
-        return
-    draw_panel(axes, Panel(title, "mean reward", lines), owners, dashes)
-    draw_legend(axes)
-
-
-def draw_loss_curves(axes: Any, records: Mapping[str, Records], colours: Mapping[str, str]) -> None:
-    """Loss over shares of runs that do not sample their own data: there it is no measure."""
-    title, lines = "Training loss", {}
-    for run, logged in records.items():
-        steps, values = series(logged, "loss")
-        if steps and not recorded(logged, ["reward"]):
-            shares = [100 * step / max(steps[-1], 1) for step in steps]
-            lines[run] = Line(f"{run} ({steps[-1]:,} steps)", shares, values)
-    if not lines:
-        draw_nothing(axes, title, "no run recorded a loss")
-        return
-    panel = Panel(title, "nats per token or pair", list(lines.values()), "% of the run's steps")
-    draw_panel(axes, panel, [colours[run] for run in lines])
-    draw_legend(axes)

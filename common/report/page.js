@@ -90,17 +90,3 @@ for (const root of document.querySelectorAll(".coloured")) {
     token.title = names.map((name, i) => `${name} ${values(token, i)}`).join("\n");
   });
 }
-
-// ---- navigation: the section that is being read ----
-const places = new Map(
-  [...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));
-if (places.size) {
-  const mark = () => {
-    const sections = [...places.keys()].map((id) => document.getElementById(id));
-    const above = sections.filter((section) => section.getBoundingClientRect().top < 120);
-    const here = above.length ? above[above.length - 1] : sections[0];
-    for (const [id, link] of places) link.classList.toggle("here", id === here.id);
-  };
-  document.addEventListener("scroll", mark, { passive: true });
-  mark();
-}

@@ -32,18 +32,16 @@ def write_page(
     output_dir: str | Path,
     title: str,
     blocks: Sequence[Block],
-    facts: Mapping[str, str] | None = None,
+    facts: Mapping[str, str],
 ) -> list[Path]:
     """Write `report.html` and `report.md` of the same content; the files, none on ranks but 0.
 
-    The same blocks and facts give the same bytes. The facts are below the title; by default they
-    are those of the folder's run.
+    The same blocks and facts give the same bytes. The facts are below the title.
     """
     if not is_rank0():
         return []
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    facts = run_facts(output_dir) if facts is None else facts
     files = {
         output_dir / "report.html": html_page(title, facts, blocks),
         output_dir / "report.md": printable(markdown.page(title, facts, blocks, output_dir)),
@@ -55,20 +53,14 @@ def write_page(
 
 
 def run_facts(run_dir: Path) -> dict[str, str]:
-    """Data set, seed, date and commit of a run, as far as its own files say; no clock is read."""
+    """Seed, date, commit and GPU of a run, as far as its own files say; no clock is read."""
     config, environment = read_config(run_dir), read_config(run_dir, ENVIRONMENT)
     commit, dirty, _ = (environment.get("git_commit") or "").partition("-dirty")
-    flag = "dataset_name" if config.get("score_pairs", True) else "prompts_dataset_name"
     facts = {
-        "data set": config.get(flag),
-        "split": config.get("dataset_test_split"),
         "seed": config.get("seed"),
         "started": environment.get("started"),
         "commit": commit[:10] + dirty,
-        "processes": environment.get("world_size"),
         "GPU": environment.get("gpu"),
-        "computed in": environment.get("compute_dtype"),
-        "torch": (environment.get("packages") or {}).get("torch"),
     }
     return {name: str(value) for name, value in facts.items() if value not in (None, "")}
 

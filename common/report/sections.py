@@ -21,6 +21,11 @@ MOST_FRAMES = 8  # moments of a run, evenly spread: enough to see a change, and 
 MOST_COMPLETIONS = 8  # of a prompt at a moment
 # Columns that are not in a completion's note
 TEXTS = ("step", "prompt", "completion", "chosen", "rejected")
+COLOUR_NOTE = (
+    " Colours, in nats per token: the log-probability under the policy; its log-ratio to the "
+    "reference, blue where the policy likes the token better; the estimate k3 of the KL; and, of "
+    "the whole completion, the advantage. Each where the run has it."
+)
 LOGP, LOG_RATIO = "log-probability", "log(policy / reference)"
 KL, ADVANTAGE = "KL by k3", "advantage"
 
@@ -84,7 +89,9 @@ def training_browser(records: Sequence[Row]) -> SampleBrowser:
         caption = f"Fixed prompts at {len(shown)} of the {len(steps)} steps with samples."
     if any(len(rows) > MOST_COMPLETIONS for m in by_prompt.values() for rows in m.values()):
         caption += f" The first {MOST_COMPLETIONS} completions of each."
-    return SampleBrowser(samples, caption + colour_note(records))
+    if any(name.endswith("token_logps") for record in records for name in record):
+        caption += COLOUR_NOTE
+    return SampleBrowser(samples, caption)
 
 
 def training_texts(rows: Sequence[Row]) -> list[Completion]:
@@ -131,18 +138,3 @@ def row_tokens(row: Row, prefix: str = "") -> tuple[list[str], dict[str, list[fl
         columns[ADVANTAGE] = [row["advantage"]] * len(texts)
     columns[LOGP] = logps
     return texts, columns
-
-
-def colour_note(records: Sequence[Row]) -> str:
-    """The meaning of the colours, if there are any."""
-    names = {name for record in records for name in record}
-    if not any(name.endswith("token_logps") for name in names):
-        return ""
-    note = " Colours, in nats per token: the log-probability under the policy"
-    if any(name.startswith("ref_") for name in names):
-        note += "; its log-ratio to the reference, blue where the policy likes the token better"
-    if "ref_token_logps" in names:
-        note += "; the estimate k3 of the KL"
-    if "advantage" in names:
-        note += "; and, of the whole completion, the advantage"
-    return note + "."

@@ -12,17 +12,16 @@ SMALLEST_P = 1e-4
 MOST_COMPARED = 6  # systems of which every two are a row of the table: 15 rows
 
 ACCURACY_NOTE = (
-    "a tie counts one half. Wilson's interval takes pairs as independent; the bootstrap over "
+    "A tie counts one half. Wilson's interval takes pairs as independent; the bootstrap over "
     "prompts does not, and holds where a prompt has several pairs; below "
     f"{MIN_PROMPTS} prompts there is none. Baselines that need no model: the completion of more "
     "tokens, of fewer, of the higher ROUGE-L F1 against the post, and a seeded random guess."
 )
 DIFFERENCES_NOTE = (
     "The interval is of the paired bootstrap over prompts. Better : worse counts the pairs on "
-    "which one of the two counts more (a tie counts one half). McNemar's p is exact and two-sided "
-    "and takes pairs as independent; it is not corrected for the number of comparisons. Of more "
-    f"than {MOST_COMPARED} systems only the differences to the one of the highest accuracy are "
-    "shown; results.json has all, baselines too."
+    "which one of the two counts more. McNemar's p is exact and two-sided and takes pairs as "
+    "independent; it is not corrected for the number of comparisons. Of more than "
+    f"{MOST_COMPARED} systems only the differences to the best one are shown; results.json has all."
 )
 SOURCE_NOTE = (
     "Where the rows come from. Intervals are over prompts, at 0 and 100 Wilson's, below "
@@ -31,24 +30,13 @@ SOURCE_NOTE = (
 
 
 def comparison_sections(comparison: Comparison) -> list[Section]:
-    """All tables of a comparison in the order of a report, with what must be known to read them."""
-    systems = comparison["systems"]
-    size = f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts"
-    blocks_of = {
-        "Preference accuracy of every system": (
-            accuracy_table(comparison),
-            f"{size}; {ACCURACY_NOTE}",
-        ),
-        "Differences on the same pairs": (difference_table(comparison), DIFFERENCES_NOTE),
+    """All tables of a comparison that have a row, in the order of a report."""
+    by_title = {
+        "Preference accuracy of every system": accuracy_table(comparison),
+        "Differences on the same pairs": difference_table(comparison),
+        "Accuracy by source": source_table(comparison),
     }
-    if sources := systems[0]["accuracy_by"].get("source"):
-        headers = [f"{source} ({each['num_pairs']:,})" for source, each in sources.items()]
-        rows = [
-            [system["name"], *map(accuracy_cell, system["accuracy_by"]["source"].values())]
-            for system in systems
-        ]
-        blocks_of["Accuracy by source"] = (Table(["system", *headers], rows), SOURCE_NOTE)
-    return [Section(title, blocks) for title, blocks in blocks_of.items() if blocks[0].rows]
+    return [Section(title, [table]) for title, table in by_title.items() if table.rows]
 
 
 def accuracy_table(comparison: Comparison) -> Table:
@@ -59,7 +47,9 @@ def accuracy_table(comparison: Comparison) -> Table:
         cells = [f"{100 * accuracy['accuracy']:.1f}", interval_cell(accuracy, 100, 1, None)]
         cells.append(interval_cell(accuracy, 100, 1, None, prefix="prompt_"))
         rows.append([system["name"], *cells, f"{accuracy['num_ties']:,}"])
-    return Table(["system", "accuracy %", "Wilson", "over prompts", "ties"], rows)
+    size = f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts."
+    headers = ["system", "accuracy %", "Wilson", "over prompts", "ties"]
+    return Table(headers, rows, f"{size} {ACCURACY_NOTE}")
 
 
 def difference_table(comparison: Comparison) -> Table:
@@ -80,7 +70,19 @@ def difference_table(comparison: Comparison) -> Table:
         ]
         for d in shown
     ]
-    return Table(headers, rows)
+    return Table(headers, rows, DIFFERENCES_NOTE)
+
+
+def source_table(comparison: Comparison) -> Table:
+    """Accuracy of every system on the pairs of each source; no row without several sources."""
+    systems = [system for system in comparison["systems"] if system["accuracy_by"]]
+    sources = systems[0]["accuracy_by"]["source"] if systems else {}
+    headers = [f"{source} ({each['num_pairs']:,})" for source, each in sources.items()]
+    rows = [
+        [system["name"], *map(accuracy_cell, system["accuracy_by"]["source"].values())]
+        for system in systems
+    ]
+    return Table(["system", *headers], rows, SOURCE_NOTE)
 
 
 def accuracy_cell(accuracy: Mapping[str, Any]) -> str:
@@ -103,27 +105,22 @@ QUALITY = {  # key in results.json: heading, scale, digits
     "length_interval": ("length", 1, 1),
     "stop_rate_interval": ("stop %", 100, 1),
 }
-QUALITY_NOTES = [
-    "Intervals are 95%, over prompts (rows with the same prompt are kept together).",
-    "ROUGE is F1 with the row's own completion, times 100, words as in Google's rouge-score "
-    "without stemming, which papers often do. KL is log pi - log ref of the completion in nats, at "
-    "temperature 1 only.",
-    "Entropy is that of the next-token distribution at temperature 1 along the samples, nats per "
-    "token. Length is in tokens with the stop token.",
-    "Distinct is the number of different completions of all prompts by their number.",
-]
-PASS_NOTES = [
+QUALITY_NOTE = (
+    "Intervals are over prompts. ROUGE is F1 with the row's own completion, times 100, without "
+    "stemming. KL is log pi - log ref of the completion in nats, at temperature 1 only. Entropy is "
+    "that of the next-token distribution, nats per token. Distinct is the share of different "
+    "completions."
+)
+PASS_NOTE = (
     "A judge that gave nothing but 0 and 1 is a check. pass@k: one of k samples of a prompt "
-    "passes; maj@k: the answer that most samples give is right (docs/evaluation.md has both).",
-]
-WIN_RATE_NOTES = [
+    "passes; maj@k: the answer that most samples give is right."
+)
+WIN_RATE_NOTE = (
     "Win rate is the mean verdict, a tie counting one half; a reward prefers the completion it "
     "scores higher. The interval is Wilson's for the effective sample size, with Student's "
-    "quantile: ties narrow it, rows with the same prompt widen it; one prompt alone has none.",
-    "At equal length: a logistic regression of the verdict on tanh(length difference / its "
-    "standard deviation), evaluated at 0 (Dubois et al. 2024), with the bootstrap over prompts; "
-    "not given where one system is longer by the same number of tokens everywhere.",
-]
+    "quantile. At equal length: a logistic regression of the verdict on tanh(length difference / "
+    "its standard deviation), evaluated at 0 (Dubois et al. 2024)."
+)
 
 
 def generation_tables(results: Results) -> list[Table]:
@@ -149,8 +146,9 @@ def generation_tables(results: Results) -> list[Table]:
         [system["name"], *(interval_cell(system["rewards"].get(j), 1, 3) for j in judges)]
         for system in judged
     ]
+    headings = [heading for heading, _, _ in QUALITY.values()]
     shown = [
-        Table(["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"], quality),
+        Table(["system", *headings, "distinct %"], quality, QUALITY_NOTE),
         Table(["system", *judges], rewards),
         pass_rate_table(systems),
         win_rate_table(results.win_rates),
@@ -170,7 +168,7 @@ def pass_rate_table(systems: Sequence[Mapping[str, Any]]) -> Table:
         [system, judge, *(interval_cell(rates.get(name), 100, 1) for name in names)]
         for system, judge, rates in checked
     ]
-    return Table(["system", "check", *(f"{name} %" for name in names)], rows)
+    return Table(["system", "check", *(f"{name} %" for name in names)], rows, PASS_NOTE)
 
 
 def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Table:
@@ -188,4 +186,4 @@ def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for rate in win_rates
     ]
-    return Table(headers, rows)
+    return Table(headers, rows, WIN_RATE_NOTE)

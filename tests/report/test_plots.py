@@ -15,7 +15,7 @@ from PIL import Image
 
 from common.config.parser import parse
 from common.evaluation import records
-from common.evaluation.records import BASELINES, Generation, PromptRecord, Results
+from common.evaluation.records import Generation, PromptRecord, Results
 from common.record.glossary import METRICS, PREFIXES
 from common.report import evaluation_report, figures, plots
 from common.report.evaluation_report import systems_table, write_report
@@ -30,6 +30,8 @@ from common.report.plots import (
     series,
 )
 from evaluate import EvaluateConfig
+
+SIGNS = {"reward": 1.0, "reward/gold": -1.0}
 
 
 def record(run_dir: Path, lines: list[dict[str, Any]]) -> Path:
@@ -238,10 +240,10 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     results.systems[0]["path"] = str(run_dir / "checkpoints" / "step_00000050" / "model")
     results.systems[1]["path"] = str(tmp_path / "none/model")
     written = write_report(results, tmp_path / "eval")
-    pictures = [f"plots/{name}.png" for name in ("accuracy", "reward", "reward_curves", "loss")]
+    pictures = [f"plots/{name}.png" for name in ("accuracy", "reward")]
     names = ["report.html", "report.md", *pictures]
     assert written == [tmp_path / "eval" / name for name in names]
-    assert written[0].read_text().count('class="picture single"') == 5, "one below another"
+    assert written[0].read_text().count('class="picture single"') == 3, "one below another"
     text = written[1].read_text()
     assert text.startswith("# Results on data/pairs\n")
     assert str(systems_table(results)) in text
@@ -252,8 +254,7 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     assert ["| SFT", "One &lt;\\|endoftext\\|> line", "9 tokens, stopped by stop token |"] in rows
     assert ["| reference", "The facts.", "3 tokens, stopped by stop token |"] in rows
     assert ["| GRPO", "*(empty)*", "9 tokens, stopped by stop token |"] in rows
-    assert "Ties: SFT 0, Reward model 3." in text
-    assert "84.2%" in text
+    assert "84.2" in text
     assert all(ink(picture) > 0.01 for picture in written[2:])
 
 
@@ -261,8 +262,8 @@ def test_a_chain_without_gold_rewards_or_runs_is_reported(tmp_path: Path, result
     results.attainable_accuracy = None
     for each in results.systems:
         each["gold_reward"] = None
-    _, report_path, *pictures = write_report(results, tmp_path)
-    assert "Attainable is" not in report_path.read_text()
+    _, _, *pictures = write_report(results, tmp_path)
+    assert [picture.stem for picture in pictures] == ["accuracy"]
     assert all(ink(picture) > 0.005 for picture in pictures)
 
 
@@ -300,48 +301,24 @@ def test_a_system_has_one_colour_in_every_picture(
     assert drawn[0].axes[0].get_lines()[0].get_color() == colours["grpo"]
 
 
-def test_a_curve_is_not_hidden_by_its_like_a_legend_or_a_label_of_half_a_step() -> None:
-    lines = [{"step": s, "reward": s, "reward/judge": s, "reward/gold": -s} for s in (1, 2, 3)]
+def test_a_curve_is_not_hidden_by_a_legend_or_a_label_of_half_a_step() -> None:
+    lines = [Line(name, [1, 2, 3], [sign, 2 * sign, 3 * sign]) for name, sign in SIGNS.items()]
     figure = Figure()
     axes = figure.subplots()
-    figures.draw_reward_curves(axes, {"grpo": lines}, {"grpo": "#123456"})
-    assert {line.get_color() for line in axes.get_lines()} == {"#123456"}  # the system's
+    draw_panel(axes, Panel("Reward", "mean", lines))
+    plots.draw_legend(axes)
     figure.canvas.draw()
-    texts = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert texts == ["grpo: reward", "grpo: reward/gold"]  # the judge is all of the reward
     box = axes.get_legend().get_window_extent()
     highest = axes.transData.transform((3, 3))[1]
     assert box.y0 > highest
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
-def test_the_terminal_shows_the_systems_and_what_they_show_and_details_if_asked(
-    results: Results,
-) -> None:
-    rate = {"judge": "gold", "low": 0.5, "high": 0.75, "length_controlled": None}
-    rate |= {f"num_{name}": 1 for name in ("wins", "ties", "losses", "not_judged")}
-    rate |= {"length_difference": 0.0}
-    pairs = [("DPO", "SFT", 0.625), ("SFT", "reference completion", 0.4), ("GRPO", "SFT", 0.7)]
-    results.win_rates = [rate | {"a": a, "b": b, "win_rate": value} for a, b, value in pairs]
-    results.systems.append(system("DPO", gold_reward={"mean": 0.75, "low": None, "high": None}))
-    compared = [(BASELINES[0], 0.6), (BASELINES[1], 0.6), ("Reward model", 0.8125)]
-    systems = [{"name": name, "accuracy": {"accuracy": value}} for name, value in compared]
-    results.comparison = {"systems": systems, "differences": []}
-    text = evaluation_report.terminal_text(results, verbose=False)
+def test_the_terminal_shows_the_systems_and_what_they_were_measured_on(results: Results) -> None:
+    text = evaluation_report.terminal_text(results)
     assert text.startswith(str(systems_table(results)))
-    assert text.removeprefix(str(systems_table(results))).strip().splitlines() == [
-        "Held-out, 200 preference pairs; intervals are 95%.",
-        "Accuracy is highest for Reward model, 81.2% "
-        "(best baseline: longer wins and shorter wins, 60.0%). "
-        "Gold reward of completions is highest for DPO, 0.750.",
-        "Win rate % against SFT, judged by gold: DPO 62.5 [50.0, 75.0], GRPO 70.0 [50.0, 75.0].",
-    ]
-    results.comparison = None  # its tables have their own tests
-    text = evaluation_report.terminal_text(results, verbose=False)
-    long = evaluation_report.terminal_text(results, verbose=True)
-    assert long.startswith(text)
-    assert "tokens longer" in long
-    assert "tokens longer" not in text
+    said = text.removeprefix(str(systems_table(results))).strip()
+    assert said == "Held-out, 200 preference pairs; intervals are 95%."
 
 
 # --- wandb ---

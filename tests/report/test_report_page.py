@@ -187,11 +187,10 @@ def test_tables_align_numbers_and_mute_intervals() -> None:
 
 def test_facts_come_from_the_run(tmp_path: Path) -> None:
     assert run_facts(tmp_path) == {}
-    (tmp_path / "config.yaml").write_text("dataset_name: tldr\nseed: 0\ndataset_test_split: ''\n")
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
     environment = {"git_commit": "0123456789abcdef-dirty", "started": "2026-01-01 10:00 UTC"}
     (tmp_path / "environment.json").write_text(json.dumps(environment))
     assert run_facts(tmp_path) == {
-        "data set": "tldr",
         "seed": "0",
         "started": "2026-01-01 10:00 UTC",
         "commit": "0123456789-dirty",
@@ -200,7 +199,7 @@ def test_facts_come_from_the_run(tmp_path: Path) -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.report.page.is_rank0", lambda: False)
-    assert write_page(tmp_path / "a", "T", ["x"]) == []
+    assert write_page(tmp_path / "a", "T", ["x"], {}) == []
     assert not (tmp_path / "a").exists()
 
 
