@@ -61,13 +61,12 @@ def main(config: EvaluateConfig) -> None:
     rewards, comparing = find_judges(policies, vocabulary, config)
     names, models = rewards.short_names, list(rewards.reward_models)
     rows = load_data(config, vocabulary, rewards)
-    config = replace(config, score_pairs=bool(rows.pairs), dataset_test_split=rows.split)
     table = PairScores(records.describe_pairs(rows.pairs, rows.dataset, rows.split))
     start_folder(config)
     mesh = distributed.mesh(config.num_replicas)
     rewards.load(mesh)
 
-    # Score pairs with the reward models
+    # Score pairs with the reward models, and the rows' own completions
     first = [path for path in policies[:1] if path in config.policies]  # in the order of a chain
     evaluated = dict.fromkeys([*first, *models, *config.policies])
     # Name in `table` of the scores by which the report's first table judges a system
@@ -75,12 +74,16 @@ def main(config: EvaluateConfig) -> None:
     for path, function in rewards.reward_models.items() if rows.pairs else ():
         scores = measure.reward_scores(function, rows.pairs, vocabulary, config)
         table.add({names[path]: scores.numpy()})
-        write_records(table, [], config)
+    references = measure.reference_completions(rewards, rows.prompts, config.max_completion_length)
+    prompt_records = [
+        PromptRecord(prompt.row, prompt.prompt, references.get(i), prompt_ids=prompt.prompt_ids)
+        for i, prompt in enumerate(rows.prompts)
+    ]
+    write_records(table, prompt_records, config)
 
     # Score pairs with the policies, the reference first, and generate
     reference: Reference | None = None
     scored = rows.pairs if config.score_stop_token else measure.without_stop(rows.pairs, vocabulary)
-    generations: dict[str, list[Generation]] = {}
     for path, policy_config in policy_configs.items():
         policy, logps = load_policy(path, policy_config, config, mesh), None
         if rows.pairs:
@@ -93,18 +96,14 @@ def main(config: EvaluateConfig) -> None:
                 score_names[path] = f"{names[path]} {next(iter(by_kind))}"
         if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing
             reference = Reference(policy, logps)
-        write_records(table, records.collect(rows.prompts, generations), config)
         if rows.prompts:
-            generations[names[path]] = generate(
-                names[path], policy, reference, rewards, rows.prompts, config
-            )
-    write_records(table, records.collect(rows.prompts, generations), config)
+            write_records(table, prompt_records, config)
+            completions = generate(names[path], policy, reference, rewards, rows.prompts, config)
+            records.add_system(prompt_records, names[path], completions)
+        write_records(table, prompt_records, config)
 
     # Judge: completions are compared with each other and with the rows' own
-    references = measure.reference_completions(rewards, rows.prompts, config.max_completion_length)
-    prompt_records = records.collect(rows.prompts, generations, references)
-    write_records(table, prompt_records, config)
-    prompt_records = judges.with_verdicts(prompt_records, comparing, rows.prompts, config.seed)
+    judges.add_verdicts(prompt_records, comparing, rows.prompts, config.seed)
     if rows.pairs:
         texts = measure.completion_texts(rows.pairs, vocabulary)
         table.add(measure.baselines(rows.pairs, texts, config.seed))
@@ -145,8 +144,13 @@ def read_policy_configs(
     }
     for path in policies:
         load.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
-    if policies:
-        distributed.print_rank0(reference_note(policies))
+    if len(policy_configs) > 1:
+        distributed.print_rank0(f"reference of KL and implicit rewards: {policies[0]}")
+    elif policies:
+        distributed.print_rank0(
+            f"no reference of {policies[0]} is known: it is judged by log-probability, without KL; "
+            "--ref_model_name_or_path names one."
+        )
     return policy_configs
 
 
@@ -193,16 +197,6 @@ def generate(
     ref_policy = reference.policy if reference else None
     return measure.measure_completions(
         policy, ref_policy, rewards, prompts, rollouts, config, config.temperature
-    )
-
-
-def reference_note(policies: Sequence[str]) -> str:
-    """A line on what policies are compared with."""
-    if len(set(policies)) > 1:
-        return f"reference of KL and implicit rewards: {policies[0]}"
-    return (
-        f"no reference of {policies[0]} is known: it is judged by log-probability, without KL; "
-        "--ref_model_name_or_path names one."
     )
 
 

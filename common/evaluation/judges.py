@@ -11,7 +11,6 @@ function without `**columns` gets the columns that it names. It may be a corouti
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -26,25 +25,24 @@ if TYPE_CHECKING:
 Judge = Callable[..., Any]
 
 
-def with_verdicts(
+def add_verdicts(
     records: Sequence[PromptRecord],
     judges: Mapping[str, Judge],
     examples: Sequence["Example"],
     seed: int,
-) -> list[PromptRecord]:
-    """The records with the verdicts of every judge, by name, on every two systems. Collective.
+) -> None:
+    """Add the verdicts of every judge, by name, on every two systems to the records. Collective.
 
     Only rank 0 calls the judges, which may be paid services. They get the columns of the examples.
     The seed decides the order of the two completions.
     """
-    verdicts: list[list[Verdict]] = [record.verdicts for record in records]
+    verdicts: list[tuple[int, Verdict]] = []
     if distributed.is_rank0():
         for name, judge in judges.items():
             for b, a in combinations(system_names(records), 2):
-                new = verdicts_of(records, a, b, name, judge, examples, seed)
-                verdicts = [first + second for first, second in zip(verdicts, new, strict=True)]
-    verdicts = distributed.from_rank0(verdicts)
-    return [replace(r, verdicts=verdict) for r, verdict in zip(records, verdicts, strict=True)]
+                verdicts += verdicts_of(records, a, b, name, judge, examples, seed)
+    for i, verdict in distributed.from_rank0(verdicts):
+        records[i].verdicts.append(verdict)
 
 
 def verdicts_of(
@@ -55,11 +53,11 @@ def verdicts_of(
     judge: Judge,
     examples: Sequence["Example"],
     seed: int,
-) -> list[list[Verdict]]:
-    """The verdicts of one judge on two systems, N lists of one or none.
+) -> list[tuple[int, Verdict]]:
+    """The verdicts of one judge on two systems, each with the index of its record.
 
     Raises:
-        UserError: the judge did not return N verdicts.
+        UserError: the judge did not return a verdict for every record.
     """
     from common.rewards.functions import as_number, call_once
 
@@ -70,7 +68,7 @@ def verdicts_of(
     inputs["completions_a"] = [pair[swapped[i]].completion for i, pair in pairs.items()]
     inputs["completions_b"] = [pair[not swapped[i]].completion for i, pair in pairs.items()]
     values = call_once(judge, inputs, len(pairs), f"judge function {name!r}", "verdicts")
-    verdicts: list[list[Verdict]] = [[] for _ in records]
+    verdicts = []
     for i, value in zip(pairs, values, strict=True):
         if value is None:
             continue
@@ -80,7 +78,7 @@ def verdicts_of(
                 f"judge function {name!r} returned {value!r} for prompt {records[i].id}; a verdict "
                 "must be None or a number from 0 to 1."
             )
-        verdicts[i] = [Verdict(a, b, name, 1 - number if swapped[i] else number)]
+        verdicts.append((i, Verdict(a, b, name, 1 - number if swapped[i] else number)))
     return verdicts
 
 

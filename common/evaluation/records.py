@@ -133,7 +133,7 @@ class PromptRecord:
     id: int
     prompt: str
     reference: Generation | None
-    systems: dict[str, Generation]
+    systems: dict[str, Generation] = field(default_factory=dict)
     verdicts: list[Verdict] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
     further: dict[str, list[Generation]] = field(default_factory=dict)
@@ -159,29 +159,15 @@ def system_names(records: Sequence[PromptRecord]) -> list[str]:
     return [*names, REFERENCE] if any(record.reference for record in records) else names
 
 
-def collect(
-    prompts: Sequence["Example"],
-    by_system: dict[str, list[Generation]],
-    references: Mapping[int, Generation] | None = None,
-) -> list[PromptRecord]:
-    """Records of N prompts from N*K completions of each system, and references by prompt index."""
-    records = []
-    for i, example in enumerate(prompts):
-        samples = {}
-        for name, generations in by_system.items():
-            k = len(generations) // len(prompts)
-            samples[name] = generations[i * k : (i + 1) * k]
-        records.append(
-            PromptRecord(
-                id=example.row,
-                prompt=example.prompt,
-                reference=(references or {}).get(i),
-                systems={name: generations[0] for name, generations in samples.items()},
-                prompt_ids=example.prompt_ids,
-                further={name: gens[1:] for name, gens in samples.items() if gens[1:]},
-            )
-        )
-    return records
+def add_system(
+    records: Sequence[PromptRecord], name: str, generations: Sequence[Generation]
+) -> None:
+    """Add the N*K completions of a system to the N records."""
+    k = len(generations) // len(records)
+    for i, record in enumerate(records):
+        record.systems[name], *further = generations[i * k : (i + 1) * k]
+        if further:
+            record.further[name] = further
 
 
 def write_completions(records: Sequence[PromptRecord], output_dir: Path) -> None:

@@ -186,13 +186,11 @@ def summarise(records: Sequence[PromptRecord], name: str) -> dict[str, Any] | No
 
 def checks(records: Sequence[PromptRecord]) -> list[str]:
     """Judges whose rewards are all 0 or 1."""
-    rewards: dict[str, set[float]] = {}
-    for record in records:
-        for name in (*record.systems, REFERENCE):
-            for generation in record.all_of(name):
-                for judge, reward in generation.rewards.items():
-                    rewards.setdefault(judge, set()).update(() if reward is None else (reward,))
-    return [judge for judge, values in rewards.items() if values and values <= {0, 1}]
+    named = ((record, name) for record in records for name in (*record.systems, REFERENCE))
+    rewards = [generation.rewards for record, name in named for generation in record.all_of(name)]
+    judges = dict.fromkeys(judge for each in rewards for judge in each)
+    values = {judge: {each.get(judge) for each in rewards} - {None} for judge in judges}
+    return [judge for judge in judges if values[judge] and values[judge] <= {0, 1}]
 
 
 def check_rates(records: Sequence[PromptRecord], name: str, judge: str) -> dict[str, Any]:
@@ -231,9 +229,9 @@ def describe_system(
         comparison: As `compare`, if there are pairs.
         prompt_records: Completions, if any.
     """
+    name = names[path]
     compared = {row["name"]: row["accuracy"] for row in (comparison or {}).get("systems", [])}
     cost = run_cost(*folder_of_run(path))
-    name = names[path]
     system: dict[str, Any] = {
         "name": name,
         "kind": "reward_model" if path in reward_models else "policy",
@@ -242,12 +240,11 @@ def describe_system(
         "accuracy": compared.get(score_name),
         "minutes": cost.get("elapsed_minutes"),
         "peak_memory_gb": cost.get("peak_memory_gb"),
+        **(summarise(prompt_records, name) or {}),
     }
-    system |= summarise(prompt_records, name) or {}
     if rewards := system.get("rewards"):
-        first_model = next(iter(reward_models), "")
-        for key, judge in (("gold_reward", "gold"), ("reward", first_model)):
-            system[key] = rewards.get(names.get(judge))
+        system["gold_reward"] = rewards.get(names.get("gold", ""))
+        system["reward"] = rewards.get(names[reward_models[0]]) if reward_models else None
     return system
 
 
