@@ -43,22 +43,26 @@ def compare(table: PairScores) -> dict[str, Any]:
     """
     clusters = intervals.cluster_numbers([pair["prompt_sha256"] for pair in table.pairs])  # (N,)
     wins = {name: intervals.outcomes(*scores.T) for name, scores in table.scores.items()}
-    systems: dict[str, dict[str, Any]] = {
-        name: {"name": name, "accuracy": accuracy, "accuracy_by": {}}
-        for name, accuracy in accuracies(wins, clusters).items()
-    }
     sources = np.array([pair["source"] for pair in table.pairs])
-    different = sorted(set(sources.tolist()))
-    for source in different if len(different) > 1 else []:
-        rows = np.flatnonzero(sources == source)
-        of_rows = {name: counts[rows] for name, counts in wins.items()}
-        row_clusters = intervals.cluster_numbers(clusters[rows].tolist())
-        for name, accuracy in accuracies(of_rows, row_clusters).items():
-            systems[name]["accuracy_by"].setdefault("source", {})[source] = accuracy
+    by_source: dict[str, dict[str, Any]] = {}
+    if len(set(sources)) > 1:
+        for source in sorted(set(sources.tolist())):
+            rows = sources == source
+            row_clusters = intervals.cluster_numbers(clusters[rows].tolist())
+            row_wins = {name: counts[rows] for name, counts in wins.items()}
+            by_source[source] = accuracies(row_wins, row_clusters)
     return {
         "num_pairs": len(table.pairs),
         "num_prompts": int(clusters.max()) + 1,
-        "systems": list(systems.values()),
+        "systems": [
+            {
+                "name": name,
+                "accuracy": accuracy,
+                "accuracy_by": by_source
+                and {"source": {source: each[name] for source, each in by_source.items()}},
+            }
+            for name, accuracy in accuracies(wins, clusters).items()
+        ],
         "differences": paired_differences(wins, clusters),
     }
 

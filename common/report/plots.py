@@ -65,7 +65,7 @@ class Line:
     """A curve."""
 
     label: str
-    x: Sequence[float]  # not falling, usually optimiser steps
+    x: Sequence[float]  # optimiser steps, not falling
     y: Sequence[float]  # as many; NaN is a gap
     exact: bool = False  # never smoothed, however many points there are
     low: Sequence[float] = ()  # ends of intervals, NaN where there is none; empty: nowhere
@@ -79,7 +79,6 @@ class Panel:
     title: str
     unit: str  # of the y axis
     lines: Sequence[Line]
-    x_label: str = "optimiser step"
 
 
 def system_colours(names: Iterable[str]) -> dict[str, str]:
@@ -184,15 +183,13 @@ def moving_mean(values: Sequence[float], reach: int) -> list[float]:
     return means
 
 
-def draw_panel(
-    axes: Any, panel: Panel, colours: Sequence[str] = COLOURS, dashes: Sequence[str] = ("-",)
-) -> None:
-    """The curves of a panel, in these colours and dashes by turns; long ones below their mean.
+def draw_panel(axes: Any, panel: Panel, colours: Sequence[str] = COLOURS) -> None:
+    """The curves of a panel, in these colours by turns; long ones below their mean.
 
     An interval is a bar through its point.
     """
-    for line, colour, dash in zip(panel.lines, cycle(colours), cycle(dashes)):
-        look = {"color": colour, "label": line.label, "linewidth": 1.6, "linestyle": dash}
+    for line, colour in zip(panel.lines, cycle(colours)):
+        look = {"color": colour, "label": line.label, "linewidth": 1.6}
         if (smooth := smoothed(line)) is not None:
             axes.plot(line.x, line.y, color=colour, linewidth=0.6, alpha=0.35)
             axes.plot(line.x, smooth, **look)
@@ -201,7 +198,7 @@ def draw_panel(
             axes.plot(line.x, line.y, marker=marker, markersize=3, **look)
         if line.low:
             axes.vlines(line.x, line.low, line.high, color=colour, linewidth=1.2, alpha=0.5)
-    axes.set(title=panel.title, ylabel=panel.unit, xlabel=panel.x_label)
+    axes.set(title=panel.title, ylabel=panel.unit, xlabel="optimiser step")
     axes.xaxis.get_major_locator().set_params(integer=True)  # of few steps it would label halves
     axes.margins(x=0.02)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useMathText=True)
