@@ -129,25 +129,17 @@ def titled_grid(title: str, number: int, width: float, height: float) -> tuple[A
 # --- curves ---
 
 
-def series(records: Records, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric; a null (a value that was not finite) is a NaN: a gap."""
-    points = [(record["step"], record[name]) for record in records if name in record]
-    return [step for step, _ in points], [number(value) for _, value in points]
-
-
-def number(value: Any) -> float:
-    """A recorded value, NaN for none."""
-    return math.nan if value is None else float(value)
-
-
 def recorded_line(records: Records, name: str) -> Line:
-    """The curve of a metric over the steps, with its 95% intervals if they were recorded."""
+    """The curve of a metric with its 95% intervals, if they were recorded; a null is a gap."""
     records = [record for record in records if name in record]
-    steps, values = series(records, name)
-    low, high = ([number(record.get(end)) for record in records] for end in ends_of(name))
+    y, low, high = (
+        [math.nan if record.get(key) is None else float(record[key]) for record in records]
+        for key in (name, *ends_of(name))
+    )
     if not np.isfinite([low, high]).any():
         low, high = [], []
-    return Line(name, steps, values, exact=name.startswith(EXACT), low=low, high=high)
+    steps = [record["step"] for record in records]
+    return Line(name, steps, y, exact=name.startswith(EXACT), low=low, high=high)
 
 
 def curve_panels(records: Records) -> list[Panel]:
@@ -166,23 +158,6 @@ def curve_panels(records: Records) -> list[Panel]:
     return panels + [Panel(name, "value", [recorded_line(records, name)]) for name in undefined]
 
 
-def smoothed(line: Line) -> list[float] | None:
-    """The moving mean of a curve of many points, None of one that is shown as it is."""
-    is_short = len(line.y) <= SMOOTH_ABOVE
-    return None if line.exact or is_short else moving_mean(line.y, len(line.y) // 30)
-
-
-def moving_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Mean over up to `reach` values on either side, without those that are not finite."""
-    y, means = np.asarray(values, float), []
-    for place in range(len(y)):
-        near = min(reach, place, len(y) - 1 - place)  # as far on both sides: no bias
-        window = y[place - near : place + near + 1]
-        finite = window[np.isfinite(window)]
-        means.append(float(finite.mean()) if finite.size else math.nan)
-    return means
-
-
 def draw_panel(axes: Any, panel: Panel, colours: Sequence[str] = COLOURS) -> None:
     """The curves of a panel, in these colours by turns; long ones below their mean.
 
@@ -190,9 +165,11 @@ def draw_panel(axes: Any, panel: Panel, colours: Sequence[str] = COLOURS) -> Non
     """
     for line, colour in zip(panel.lines, cycle(colours)):
         look = {"color": colour, "label": line.label, "linewidth": 1.6}
-        if (smooth := smoothed(line)) is not None:
+        if len(line.y) > SMOOTH_ABOVE and not line.exact:
+            reach = len(line.y) // 30  # points on either side; a trend stays where it is
+            means = np.convolve(line.y, np.full(2 * reach + 1, 1 / (2 * reach + 1)), "valid")
             axes.plot(line.x, line.y, color=colour, linewidth=0.6, alpha=0.35)
-            axes.plot(line.x, smooth, **look)
+            axes.plot(line.x[reach:-reach], means, **look)
         else:
             marker = "o" if len(line.y) <= MARK_BELOW or line.low else None
             axes.plot(line.x, line.y, marker=marker, markersize=3, **look)

@@ -25,9 +25,8 @@ from common.report.plots import (
     Panel,
     curve_panels,
     draw_panel,
-    moving_mean,
     plot_run,
-    series,
+    recorded_line,
 )
 from evaluate import EvaluateConfig
 
@@ -133,23 +132,26 @@ def test_other_ranks_draw_nothing(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["metrics.jsonl", "run"]
 
 
-def test_series_reads_null_as_a_gap() -> None:
-    steps, values = series(
-        [{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": None}], "loss"
-    )
-    assert steps == [1, 3]
-    assert values[0] == 2.0
-    assert math.isnan(values[1])
+def test_a_curve_reads_null_as_a_gap() -> None:
+    lines = [{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": None}]
+    curve = recorded_line(lines, "loss")
+    assert curve.x == [1, 3]
+    assert curve.y[0] == 2.0
+    assert math.isnan(curve.y[1])
 
 
-def test_moving_mean_by_hand() -> None:
-    assert moving_mean([1.0, 2.0, 6.0, 10.0, 3.0], 1) == [1.0, 3.0, 6.0, pytest.approx(19 / 3), 3.0]
-    assert moving_mean([1.0, math.nan, 5.0], 1) == [1.0, 3.0, 5.0]
-    line = [0.5 * x for x in range(50)]
-    assert moving_mean(line, 7) == pytest.approx(line)  # a trend stays where it is, at the ends too
-    spike = moving_mean([1e17] + [3.0] * 20, 2)
-    assert spike[4:] == [3.0] * 17  # it is gone from where its window has passed
-    assert moving_mean([math.nan, math.nan], 1) == [pytest.approx(math.nan, nan_ok=True)] * 2
+def test_a_long_curve_is_pale_below_its_moving_mean() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    spike = [0.5 * x for x in range(90)]
+    spike[10] += 7000
+    draw_panel(axes, Panel("Loss", "loss", [Line("loss", range(90), spike)]))
+    pale, bold = (line.get_xydata() for line in axes.get_lines())
+    assert pale[:, 1].tolist() == spike
+    assert bold[:, 0].tolist() == list(range(3, 87))  # means of 3 values on either side
+    assert bold[4:11, 1] == pytest.approx([0.5 * x + 1000 for x in range(7, 14)])
+    assert bold[11:, 1] == pytest.approx([0.5 * x for x in range(14, 87)])  # the spike is gone
 
 
 def test_what_is_drawn_is_what_was_recorded() -> None:
