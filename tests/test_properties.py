@@ -1,13 +1,13 @@
 """Claim: what holds for the examples of the other tests holds for any lengths, texts and files.
 
-Drawn by hypothesis, the same cases in every run. A score, a position and a completion do not depend
-on what stands beside them in the batch; no cut is too long or loses header or cue; noise is uniform
-for any seed and counter. A file, a recipe or a command line, whatever is in it, is read or refused
-in one sentence. That the two layouts score any shape alike is in `test_layouts.py`.
+Drawn by hypothesis, the same cases in every run. A score does not depend on what stands beside it
+in the batch; no cut is too long. A file, whatever is in it, is read or refused in one sentence.
+That the two layouts score any shape alike is in `test_layouts.py`, that a cut keeps header and cue
+in `test_data.py`, what a completion and its noise depend on in `test_generation.py` and
+`test_noise.py`.
 """
 
 import gzip
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import noise
 from common.errors import UserError
 from common.forward import Policy
-from common.padding import MAKERS, padded_batch, shared_prefix_batch
-from common.sampling.sampler import Rollouts, Sampler
+from common.padding import MAKERS, padded_batch
 from common.text.chat import is_messages
 from common.text.reading import load_rows
 from common.text.rows import COMPLETION_COLUMNS, Row
 from common.text.tokenise import load_examples, tokenize_rows
-from common.text.truncate import closing_cue, split_prompt
 
 pytestmark = pytest.mark.usefixtures("process_group")
 LAYOUTS = st.sampled_from(["padded", "shared_prefix"])
@@ -80,25 +77,6 @@ def test_a_score_does_not_depend_on_what_pads_the_row(policy, groups, layout, pa
         torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
 
 
-@settings(max_examples=100)
-@given(groups=GROUPS)
-def test_a_token_has_the_position_of_its_own_sequence(groups):
-    """That of the token before each completion token, which predicts it, in either layout."""
-    prompts, completions = ids_of(groups)
-    expected = [
-        len(prompt) - 1 + place
-        for prompt, group in zip(prompts, completions, strict=True)
-        for ids in group
-        for place in range(len(ids))
-    ]
-    shared = shared_prefix_batch(prompts, completions, 7)
-    assert shared.position_ids[0, shared.predictors].tolist() == expected
-    padded = padded_batch(prompts, completions, 7)
-    width = padded.completion_mask.shape[1]
-    before = padded.position_ids[:, -width - 1 : -1]  # (B, C)
-    assert before[padded.completion_mask].tolist() == expected
-
-
 # ---- truncation ----------------------------------------------------------------------------------
 
 EOS = "<|endoftext|>"
@@ -148,11 +126,6 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
         assert tokenizer(example.prompt, add_special_tokens=False)["input_ids"] == (
             example.prompt_ids
         ) or (truncation == "start" and example.prompt != prompt)  # a cut inside a character
-        if truncation == "tldr":
-            header, body, cue = split_prompt(prompt, closing_cue(prompt))
-            assert example.prompt.startswith(header)
-            assert example.prompt.endswith(cue)
-            assert body.startswith(example.prompt[len(header) : len(example.prompt) - len(cue)])
         (ids,) = example.completions
         assert 1 <= len(ids) <= max_completion_length
         assert stop_id not in ids[:-1]
@@ -160,61 +133,6 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
             assert tokenizer.decode(ids[:-1]) == text.split(EOS)[0]
         else:
             assert len(ids) == max_completion_length
-
-
-# ---- sampling ------------------------------------------------------------------------------------
-
-EXAMPLES = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 9, 2, 6)])
-STOPS = tuple(range(0, 61, 6))  # rows end at many lengths
-
-
-def sample(policy: Policy, rows: list[int], num_samples: int, **fields: Any) -> Rollouts:
-    config = tiny.train_config(max_completion_length=10, **fields)
-    sampler = Sampler(policy, tiny.vocabulary(STOPS), config)
-    return sampler.sample([EXAMPLES[row] for row in rows], num_samples=num_samples, step=3)
-
-
-@pytest.fixture(scope="module")
-def alone(policy: Policy) -> dict[tuple[int, int], list[int]]:
-    """Completions by (row, sample), each prompt sampled in a batch of its own."""
-    found = {}
-    for row in range(len(EXAMPLES)):
-        rollouts = sample(policy, [row], 3, generation_batch_size=1)
-        found |= {(row, k): ids for k, ids in enumerate(rollouts.completion_ids)}
-    assert len(set(map(len, found.values()))) > 3
-    return found
-
-
-@settings(max_examples=20)
-@given(
-    rows=st.lists(st.integers(0, len(EXAMPLES) - 1), min_size=1, max_size=7, unique=True),
-    num_samples=st.integers(1, 3),
-    generation_batch_size=st.integers(1, 20),
-    generation_cache_tokens=st.integers(1, 200),
-    layout=LAYOUTS,
-)
-def test_a_completion_does_not_depend_on_its_companions(policy, alone, rows, num_samples, **fields):
-    rollouts = sample(policy, rows, num_samples, **fields)
-    places = itertools.product(rows, range(num_samples))
-    assert rollouts.completion_ids == [alone[place] for place in places]
-
-
-COUNTERS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3)
-
-
-@settings(max_examples=60)
-@given(seed=st.integers(0, 2**63 - 1), counters=COUNTERS, start=st.integers(0, 2**40))
-def test_noise_is_uniform_for_any_seed_and_counters(seed, counters, start):
-    """16 cells, 4,096 draws: chi-square with 15 degrees of freedom, in normal units."""
-    index = start + torch.arange(4096)
-    values = noise.uniform(seed, *counters, index)
-    assert ((values > 0) & (values < 1)).all()
-    counts = torch.histc(values, 16, 0, 1)
-    chi_square = float(((counts - 256) ** 2 / 256).sum())
-    assert abs(chi_square - 15) / 30**0.5 < 6
-    assert abs(float(values.mean()) - 0.5) < 6 / (12 * 4096) ** 0.5
-    place = 4095 - start % 4096  # one alone is what it is among others
-    assert float(noise.uniform(seed, *counters, int(index[place]))) == float(values[place])
 
 
 # ---- whatever a user gives -----------------------------------------------------------------------
