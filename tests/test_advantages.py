@@ -214,16 +214,6 @@ def test_step_advantages_by_hand():
     close(ours, [[0.0, unit, unit, 0.0], [0.0, 0.0, 0.0, 0.0]])
 
 
-def test_one_step_at_the_last_token_is_the_group_advantage():
-    lengths = torch.tensor([3, 1, 4, 2, 2, 4, 1, 3])
-    mask = torch.arange(4) < lengths[:, None]
-    ours = advantages.step_advantages(
-        REWARDS.view(-1, 1), (lengths - 1)[:, None], mask, num_generations=4
-    )
-    outcome = advantages.group_advantages(REWARDS).view(-1, 1)  # (B, 1)
-    close(ours, outcome * mask)
-
-
 def test_equal_step_rewards_give_exactly_zero():
     mask = torch.ones(2, 3, dtype=torch.bool)
     ours = advantages.step_advantages([[0.1, 0.1], [0.1]], [[0, 2], [1]], mask, num_generations=2)
