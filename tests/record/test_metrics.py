@@ -374,60 +374,41 @@ def test_wandb_offline_records_a_run_and_resumes_it(
     assert (tmp_path / "wandb" / "run_id").read_text() != first
 
 
-def no_service(**_: Any) -> None:
-    raise OSError("no route to host\nsecond line")
+def wandb_without(broken: str, message: str) -> Any:
+    """As the module, of which a function raises an error with the message."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(message)
+
+    calls = dict.fromkeys(("log", "finish", "define_metric"), lambda *_, **__: None)
+    calls |= {"init": lambda **_: SimpleNamespace(summary={}, **calls), "Table": dict}
+    calls |= {broken: fail}
+    return SimpleNamespace(init=calls.pop("init"), Settings=dict, Table=calls.pop("Table"))
 
 
 @pytest.mark.parametrize(
-    ("module", "reason"),
+    ("module", "warning"),
     [
-        (SimpleNamespace(init=no_service, Settings=dict), "no route to host second line"),
-        (None, "import of wandb halted; None in sys.modules"),  # not installed
+        (None, "did not start (import of wandb halted; None in sys.modules)"),  # not installed
+        (wandb_without("init", "no route\nto host"), "did not start (no route to host)"),
+        *((wandb_without(name, "gone"), "stopped (gone)") for name in ("log", "Table", "finish")),
     ],
 )
 def test_a_run_goes_on_without_wandb(
     module: Any,
-    reason: str,
+    warning: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", module)
     run = logger(tmp_path, report_to=["wandb"])
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert warnings == [f"warning: wandb did not start ({reason}); metrics go to {tmp_path} only."]
-    run.log(1, {"loss": 1.0})
-    run.close()
-    assert [line["loss"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1.0]
-
-
-@pytest.mark.parametrize("broken", ["log", "Table", "finish"])
-def test_a_run_outlives_wandb_that_fails_on_the_way(
-    broken: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("the service has gone")
-
-    calls = dict.fromkeys(("log", "finish", "define_metric"), lambda *_, **__: None)
-    calls |= {broken: fail}
-    wandb = SimpleNamespace(
-        init=lambda **_: SimpleNamespace(summary={}, **calls),
-        Settings=dict,
-        Table=calls.get("Table", dict),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    run = logger(tmp_path, report_to=["wandb"])
     for step in (1, 2):
         run.log(step, {"loss": 1.0})
         run.samples(step, [{"completion": "a"}])
     run.close()
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert warnings == [
-        f"warning: wandb stopped (the service has gone); metrics go to {tmp_path} only."
-    ]
+    assert warnings == [f"warning: wandb {warning}; metrics go to {tmp_path} only."]
     assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
 

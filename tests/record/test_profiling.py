@@ -154,22 +154,10 @@ def test_on_a_real_gpu() -> None:
 
 
 def test_blocks_are_labelled_only_under_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = []
-    record_function = torch.profiler.record_function
-    monkeypatch.setattr(
-        torch.profiler, "record_function", lambda name: labels.append(name) or record_function(name)
-    )
-    sums = Accumulator("cpu")
-    with sums.timed("sample_seconds"):
+    """Under one they are: `test_a_profile_is_a_trace_and_a_page` counts the labels."""
+    monkeypatch.setattr(torch.profiler, "record_function", pytest.fail)
+    with Accumulator("cpu").timed("sample_seconds"):
         pass
-    assert labels == []
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-        sums.timed("sample_seconds"),
-    ):
-        torch.ones(3) + 1
-    assert labels == ["sample_seconds"]
-    assert "sample_seconds" in {event.key for event in profile.key_averages()}
 
 
 # --- profiles ---
