@@ -109,13 +109,6 @@ def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
     assert 0.01 < ink(picture) < 0.5
 
 
-def test_panels_grow_with_what_was_recorded(tmp_path: Path) -> None:
-    names = [name for name in METRICS if name != "reward/<function>"]
-    lines = [{"step": s, **dict.fromkeys(names, 0.5 * s), "reward/a": 1.0} for s in range(100)]
-    (picture,) = plot_run(record(tmp_path / "run", lines))
-    assert pixels(picture).shape[0] > 2 * pixels(picture).shape[1] * 0.6
-
-
 def test_nothing_recorded_is_no_picture(tmp_path: Path) -> None:
     assert plot_run(tmp_path) == []
     assert plot_run(record(tmp_path / "run", [{"step": 1, "tokens": 5.0}])) == []

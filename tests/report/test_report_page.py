@@ -120,11 +120,6 @@ def test_texts_of_a_model_become_no_links_and_obey_no_terminal(tmp_path: Path) -
     assert "\x1b" not in text.read_text()
 
 
-def test_a_page_with_a_lone_surrogate_is_written(tmp_path: Path) -> None:
-    for path in write_page(tmp_path, EVIL, every_block(tmp_path, EVIL), {"by": EVIL}):
-        assert path.read_bytes().decode("utf-8")
-
-
 def test_markdown_lets_no_html_through(tmp_path: Path) -> None:
     _, path = write_page(tmp_path, EVIL, every_block(tmp_path, EVIL), {"by": EVIL})
     outside = re.sub(r"^```text\n.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
