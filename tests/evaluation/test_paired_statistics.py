@@ -1,4 +1,4 @@
-"""Claim: two systems are compared on the same pairs as scipy and statsmodels do, and honestly.
+"""Claim: two systems are compared on the same pairs as statsmodels does, and honestly.
 
 The test keeps its level, the interval covers a known difference, and pairing makes it narrower.
 """

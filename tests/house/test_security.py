@@ -23,7 +23,7 @@ import mistakes
 import pytest
 import tiny
 import torch
-from mistakes import STAGES, Refusals, arguments
+from mistakes import STAGES, Refusals, arguments, change
 from packaging.requirements import Requirement
 
 from common.config.parser import parse
@@ -126,10 +126,6 @@ class Model(GPT2LMHeadModel): config_class = Config
 class Tokenizer(PreTrainedTokenizerFast): pass
 def generate(*args, **kwargs): pass
 """
-
-
-def change(file: Path, **fields: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def code_of_a_model(folder: Path) -> None:
@@ -255,12 +251,9 @@ def finished(folder: Path) -> subprocess.CompletedProcess[bytes]:
     return result
 
 
-def files_of(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-
-
 def test_no_secret_of_the_environment_is_written_or_printed(finished):
-    places = {str(path): path.read_bytes() for path in files_of(Path("left"))}
+    files = [path for path in Path("left").rglob("*") if path.is_file() and not path.is_symlink()]
+    places = {str(path): path.read_bytes() for path in files}
     names = {Path(name).name for name in places}
     assert {"config.yaml", "environment.json", "metrics.jsonl", "model.safetensors"} <= names
     assert any(name.startswith("run-") for name in names), "wandb's own file"
