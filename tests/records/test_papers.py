@@ -5,7 +5,7 @@ import math
 import pytest
 
 from experiments.records import make, papers
-from experiments.records.papers import CLAIMS, Claim, at_equal_kl, far, line, misfit, turn
+from experiments.records.papers import CLAIMS, Claim, at_equal_kl, line, misfit, turn
 from experiments.sweep.sweep_file import read_sweep
 
 
@@ -93,11 +93,6 @@ def test_the_best_setting_is_that_of_the_other_seeds():
     points = [point("grpo", at, gain, seed, at) for seed, at, gain in of_all]
     # Others' means: of seed 0 (0.35, 0.4, 0.15), of 1 (0.1, 0.55, 0.2), of 2 (0.35, 0.35, 0.35).
     assert turn("grpo")(record(points)) == pytest.approx([-10.0, 10.0, -10.0])
-
-
-def test_far_is_by_kl_and_not_by_the_setting():
-    points = [point("dpo", kl, gain, 0, kl) for kl, gain in ((9.0, 0.1), (30.0, 0.2), (1.0, 0.5))]
-    assert far("dpo")(record(points)) == pytest.approx([-30.0])
 
 
 def test_without_records_nothing_is_measured(tmp_path, monkeypatch):
