@@ -54,6 +54,7 @@ class EvaluateConfig(EngineConfig):
         [], "judges of two generations: file.py:function (your file is run as code)"
     )
     report_to: list[str] = free_flag(["none"], "none, or one or several of these", REPORT_TO)
+    verbose: bool = flag(False, "print every table of the report, not only that of the systems")
 
     def __post_init__(self) -> None:
         """Refuse values that no evaluation may have."""

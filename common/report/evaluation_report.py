@@ -1,18 +1,19 @@
 """The systems' table, the text for the terminal and the report of an evaluation."""
 
 from collections.abc import Mapping
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
-from common.evaluation.records import Results
+from common.evaluation.records import BASELINES, Results
 from common.record.run_folder import METRICS, folder_of_run, short_path
 from common.record.terminal import NOT_MEASURED
 from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
-from common.report.figures import held_out, reward_functions, summary_figures
+from common.report.figures import held_out, main_reward, reward_functions, summary_figures
 from common.report.page import run_facts, write_page
 from common.report.plots import system_colours
 
@@ -69,9 +70,58 @@ def number_cell(value: float | None, digits: int, *, scale: float = 1) -> str:
     return NOT_MEASURED if value is None else f"{scale * value:.{digits}f}"
 
 
-def terminal_text(results: Results) -> str:
-    """The systems' table, and what it was measured on."""
-    return f"{systems_table(results)}\n\n{held_out(results).capitalize()}; intervals are 95%."
+def terminal_text(results: Results, verbose: bool) -> str:
+    """The systems' table and its conclusions; if verbose the other tables of the report too."""
+    others: list[Section | Table] = []
+    if verbose and results.comparison:
+        others += tables.comparison_sections(results.comparison)
+    if verbose:
+        others += tables.generation_tables(results)
+    shown = [str(other.blocks[0] if isinstance(other, Section) else other) for other in others]
+    return "\n\n".join([str(systems_table(results)), conclusions(results), *shown])
+
+
+def conclusions(results: Results) -> str:
+    """The best systems by accuracy and reward, and win rates against the first policy, in words."""
+    lines = [f"{held_out(results).capitalize()}; intervals are 95%."]
+    accuracies = {system["name"]: system.get("accuracy") for system in results.systems}
+    title, rewards = main_reward(results.systems)
+    accuracy = highest(accuracies, "accuracy", 100, 1)
+    best = [
+        f"Accuracy is highest for {accuracy}%{best_baseline(results)}.",
+        f"{title} is highest for {highest(rewards, 'mean', 1, 3)}.",
+    ]
+    several = [sum(map(bool, values.values())) > 1 for values in (accuracies, rewards)]
+    lines.append(" ".join(compress(best, several)))
+    rates = results.win_rates
+    judges = list(dict.fromkeys(rate["judge"] for rate in rates))
+    judge = "gold" if "gold" in judges else next(iter(judges[::-1]), None)  # a judge function's
+    baseline = rates[0]["b"] if rates else None
+    wins = [
+        f"{rate['a']} {interval_cell(rate, 100, 1, 'win_rate')}"
+        for rate in rates
+        if rate["judge"] == judge and rate["b"] == baseline
+    ]
+    if wins:
+        lines.append(f"Win rate % against {baseline}, judged by {judge}: {', '.join(wins)}.")
+    return "\n".join(filter(None, lines))
+
+
+def best_baseline(results: Results) -> str:
+    """The accuracy of the best baseline, in brackets; "" without pairs."""
+    systems = (results.comparison or {}).get("systems", [])
+    accuracies = {s["name"]: s["accuracy"] for s in systems if s["name"] in BASELINES}
+    return f" (best baseline: {highest(accuracies, 'accuracy', 100, 1)}%)" if accuracies else ""
+
+
+def highest(
+    intervals: Mapping[str, Mapping[str, Any] | None], key: str, scale: float, digits: int
+) -> str:
+    """The system with the highest value, or those that share it, and the value."""
+    values = {name: interval[key] for name, interval in intervals.items() if interval}
+    most = max(values.values(), default=0.0)
+    names = [name for name, value in values.items() if value == most]
+    return f"{' and '.join(names)}, {scale * most:.{digits}f}"
 
 
 def system_numbers(results: Results) -> dict[str, float]:
@@ -83,6 +133,10 @@ def system_numbers(results: Results) -> dict[str, float]:
                 value = value.get("mean", value.get("accuracy"))
             if isinstance(value, int | float):
                 numbers[f"{system['name']}/{name}"] = float(value)
+        for judge, rates in (system.get("pass_rates") or {}).items():
+            for name, rate in rates.items():
+                if rate:
+                    numbers[f"{system['name']}/{judge}/{name}"] = rate["mean"]
     return numbers
 
 

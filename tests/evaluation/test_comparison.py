@@ -28,10 +28,10 @@ from common import distributed
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs, summary
-from common.evaluation.records import BASELINES, PairScores
+from common.evaluation.records import BASELINES, PairScores, Results
 from common.evaluation.split import ImplicitReward
 from common.model import load
-from common.report import tables
+from common.report import evaluation_report, tables
 from common.rewards.models import RewardModelFunction
 from common.text import synthetic, tokenise
 
@@ -204,6 +204,9 @@ def test_tables_show_every_system_and_its_numbers():
     ((pair, gain, *_),) = by_title["Differences on the same pairs"].rows
     assert pair == "rm3 - lm3"
     assert gain.startswith(f"{100 * found['differences'][0]['difference']:+.1f}")
+    results = Results(systems=[{"name": "rm3"}], comparison=found)
+    text = evaluation_report.terminal_text(results, verbose=True)
+    assert all(str(table) in text for table in by_title.values())
     assert tables.p_value(0.00001) == "< 0.0001"
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from common.config.parser import parse
 from common.evaluation import records
-from common.evaluation.records import Generation, PromptRecord, Results
+from common.evaluation.records import BASELINES, Generation, PromptRecord, Results
 from common.record.glossary import METRICS, PREFIXES
 from common.report import evaluation_report, figures, plots
 from common.report.evaluation_report import systems_table, write_report
@@ -309,11 +309,33 @@ def test_a_curve_is_not_hidden_by_a_legend_or_a_label_of_half_a_step() -> None:
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
-def test_the_terminal_shows_the_systems_and_what_they_were_measured_on(results: Results) -> None:
-    text = evaluation_report.terminal_text(results)
+def test_the_terminal_shows_the_systems_and_what_they_show_and_details_if_asked(
+    results: Results,
+) -> None:
+    rate = {"judge": "gold", "low": 0.5, "high": 0.75, "length_controlled": None}
+    rate |= {f"num_{name}": 1 for name in ("wins", "ties", "losses", "not_judged")}
+    rate |= {"length_difference": 0.0}
+    pairs = [("DPO", "SFT", 0.625), ("SFT", "reference completion", 0.4), ("GRPO", "SFT", 0.7)]
+    results.win_rates = [rate | {"a": a, "b": b, "win_rate": value} for a, b, value in pairs]
+    results.systems.append(system("DPO", gold_reward={"mean": 0.75, "low": None, "high": None}))
+    compared = [(BASELINES[0], 0.6), (BASELINES[1], 0.6), ("Reward model", 0.8125)]
+    systems = [{"name": name, "accuracy": {"accuracy": value}} for name, value in compared]
+    results.comparison = {"systems": systems, "differences": []}
+    text = evaluation_report.terminal_text(results, verbose=False)
     assert text.startswith(str(systems_table(results)))
-    said = text.removeprefix(str(systems_table(results))).strip()
-    assert said == "Held-out, 200 preference pairs; intervals are 95%."
+    assert text.removeprefix(str(systems_table(results))).strip().splitlines() == [
+        "Held-out, 200 preference pairs; intervals are 95%.",
+        "Accuracy is highest for Reward model, 81.2% "
+        "(best baseline: longer wins and shorter wins, 60.0%). "
+        "Gold reward of completions is highest for DPO, 0.750.",
+        "Win rate % against SFT, judged by gold: DPO 62.5 [50.0, 75.0], GRPO 70.0 [50.0, 75.0].",
+    ]
+    results.comparison = None  # its tables have their own tests
+    text = evaluation_report.terminal_text(results, verbose=False)
+    long = evaluation_report.terminal_text(results, verbose=True)
+    assert long.startswith(text)
+    assert "tokens longer" in long
+    assert "tokens longer" not in text
 
 
 # --- wandb ---
