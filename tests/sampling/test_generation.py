@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from common import distributed, noise
 from common.data import Example
@@ -508,18 +509,21 @@ def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.bmm
 
     def bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-        return tiny.on_gpu(plain(a.as_subclass(Tensor).to(out_dtype), b.to(out_dtype)))
+        with _disable_current_modes():
+            plain_product = plain(a.as_subclass(Tensor).to(out_dtype), b.to(out_dtype))
+        return tiny.on_gpu(plain_product)
 
     monkeypatch.setattr(torch, "bmm", bmm)
 
 
-def one_token(dtype: torch.dtype, scale: float, kept: list[int]) -> tuple[Tensor, Tensor]:
-    """Attention of one layer for the next token of some of 3 samples of each of two prompts.
+def one_token(
+    dtype: torch.dtype, prompts: list[list[int]], scale: float, kept: list[int]
+) -> tuple[Tensor, Tensor, "Operators", int]:
+    """Attention of one layer for the next token of some of 3 samples of each prompt.
 
     Returns:
-        It as on a GPU; it in float64, from the same keys.
+        It as on a GPU; it in float64, from the same keys; what was run; numbers of all prompts.
     """
-    prompts = [list(range(2, 42)), list(range(3, 20))]
     lm = tiny.causal_lm("llama").to(dtype)
     with torch.no_grad():
         cache = shared.SharedDecoder(lm, prompts, 3, 8).cache
@@ -529,7 +533,8 @@ def one_token(dtype: torch.dtype, scale: float, kept: list[int]) -> tuple[Tensor
     key, value = torch.randn(2, len(kept), 2, 1, 8, generator=generator).to(dtype)
     cache.grow()
     cache.append()
-    found = cache.attend(0, tiny.on_gpu(query.to(dtype)), key, value, 0.4)
+    with Operators() as ran:
+        found = cache.attend(0, tiny.on_gpu(query.to(dtype)), key, value, 0.4)
     expected = []
     for row, i in enumerate(kept):
         n = i // 3
@@ -538,24 +543,45 @@ def one_token(dtype: torch.dtype, scale: float, kept: list[int]) -> tuple[Tensor
         keys, values = (x.double().repeat_interleave(2, 0) for x in seen)  # (H, P + 1, d)
         shares = (query[row].to(dtype).double() @ keys.mT * 0.4).softmax(-1)
         expected.append(shares @ values)
-    return found.as_subclass(Tensor).double(), torch.stack(expected)
+    numbers = cache.prompt_keys[0][0].numel()
+    return found.as_subclass(Tensor).double(), torch.stack(expected), ran, numbers
 
 
 @pytest.mark.usefixtures("products_in_float32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kept", [[*range(6)], [0, 1, 5]])
-@pytest.mark.parametrize(
-    ("dtype", "scale", "rtol", "atol"),
-    [
-        (torch.float32, 1.0, 0, 1e-5),
-        (torch.bfloat16, 1.0, 0, 2e-2),
-        # Scores about 100 would be 0.25 off as bfloat16, and the attention 0.25 of itself.
-        (torch.bfloat16, 60.0, 1e-2, 1e-2),
-    ],
-)
-def test_the_attention_of_a_token_is_exact_on_a_gpu(dtype, scale, rtol, atol, kept):
-    """Scores are float32 under bfloat16 too. What it launches and copies is in `test_device`."""
-    found, expected = one_token(dtype, scale, kept)
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+def test_a_token_copies_no_prompt_on_a_gpu(dtype, kept):
+    """Its products read the prompts' keys and values where they lie, and they are few."""
+    prompts = [list(range(2, 42)), list(range(3, 20))]
+    found, expected, ran, num_numbers = one_token(dtype, prompts, 1.0, kept)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+    assert max(ran.copied, default=0) < num_numbers
+    assert ran.count <= 21
+
+
+@pytest.mark.usefixtures("products_in_float32")
+def test_scores_are_float32_under_bfloat16_too():
+    """Scores about 100 would be 0.25 off as bfloat16, and the attention 0.25 of itself."""
+    prompts = [list(range(2, 42)), list(range(3, 20))]
+    found, expected, _, _ = one_token(torch.bfloat16, prompts, 60.0, [*range(6)])
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+class Operators(TorchDispatchMode):
+    """How many operators compute something, and how many numbers each copy of a tensor has."""
+
+    def __enter__(self) -> "Operators":
+        self.count = 0
+        self.copied: list[int] = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += not func.is_view and func.overloadpacket is not torch.ops.aten._unsafe_view
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._to_copy):
+            self.copied.append(result.numel())
+        return result
 
 
 @settings(max_examples=200, deadline=None)
