@@ -17,7 +17,7 @@ from common.report.figures import held_out, main_reward, reward_functions, summa
 from common.report.page import run_facts, write_page
 from common.report.plots import system_colours
 
-READING_NOTES = f"""
+READING_NOTES = f"""\
 - Accuracy is the share of held-out pairs in which a system scores the chosen completion higher; a
   pair with equal scores counts one half. The column `accuracy by` says by which score: implicit
   rewards and log-probabilities are different quantities.
@@ -29,8 +29,7 @@ READING_NOTES = f"""
   still differ: they are measured on the same rows.
 - KL is to the reference in nats per completion, length is in tokens with the stop token, stop is
   the share of completions that ended by themselves. Minutes and GB are of training.
-- {NOT_MEASURED} means that it was not measured.
-"""
+- {NOT_MEASURED} means that it was not measured."""
 
 
 def systems_table(results: Results) -> Table:
