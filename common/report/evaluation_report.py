@@ -17,16 +17,18 @@ from common.report.figures import held_out, main_reward, reward_functions, summa
 from common.report.page import run_facts, write_page
 from common.report.plots import system_colours
 
-READING_NOTES = f"""\
+PAIR_NOTES = """\
 - Accuracy is the share of held-out pairs in which a system scores the chosen completion higher; a
   pair with equal scores counts one half. The column `accuracy by` says by which score: implicit
-  rewards and log-probabilities are different quantities.
+  rewards and log-probabilities are different quantities. Where prompts have several pairs, read the
+  interval over prompts in the section on preference accuracy.
 - Attainable is the accuracy that no system can exceed in expectation, where the labels were drawn
   with known probabilities.
+"""
+READING_NOTES = f"""\
 - Intervals are 95%: Wilson's for shares, the percentile bootstrap for means. They cover the draw of
-  the evaluation rows, not the seed of the training run. Where prompts have several pairs, read the
-  interval over prompts in the section on preference accuracy. Systems whose intervals overlap may
-  still differ: they are measured on the same rows.
+  the evaluation rows, not the seed of the training run. Systems whose intervals overlap may still
+  differ: they are measured on the same rows.
 - KL is to the reference in nats per completion, length is in tokens with the stop token, stop is
   the share of completions that ended by themselves. Minutes and GB are of training.
 - {NOT_MEASURED} means that it was not measured."""
@@ -171,7 +173,7 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
         f"{held_out(results).capitalize()}.",
         systems_table(results),
         *map(Picture, pictures),
-        READING_NOTES,
+        (PAIR_NOTES if results.num_pairs else "") + READING_NOTES,
     ]
     blocks = [Section("Systems", systems)]
     if comparison := results.comparison:
