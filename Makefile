@@ -2,6 +2,7 @@
 # make test    lint, types, every test
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 13 minutes)
+# make conformance   every objective against TRL, verl, OpenRLHF and torchrl, on golden cases (2 GB)
 # make replicate RECIPE=tldr-gpt2   a recipe for several seeds, beside what others have published
 # make sweep   what each detail of the papers matters on the embedded task, over seeds
 # make sweep SWEEP=assets/recipes/iterative/demo.yaml   iterative DPO beside GRPO, over seeds
@@ -30,6 +31,7 @@ FLAGS ?=
 PARTS ?=
 # TRL is in an environment of its own: the project does not need it.
 BENCH_VENV := .venv-bench
+CONFORMANCE_VENV := .venv-conformance
 VLLM_VENV := .venv-vllm
 BENCH_MODEL ?= tiny
 BENCH_FLAGS ?=
@@ -39,7 +41,7 @@ DEMO := assets/recipes/demo
 RUN := exec env OMP_NUM_THREADS=1
 LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo overoptimization replicate results sweep test test-vllm bench setup clean
+.PHONY: demo overoptimization replicate results sweep test test-vllm bench conformance setup clean
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
@@ -68,11 +70,14 @@ replicate: setup
 sweep: setup
 	$(RUN) $(BIN)/python -m experiments.sweep --config $(SWEEP) $(FLAGS)
 
-results: setup
+results: setup $(if $(filter conformance,$(or $(PARTS),conformance)),$(CONFORMANCE_VENV)/.installed)
 	exec $(BIN)/python -m experiments.records.make $(PARTS)
 
 bench: $(BENCH_VENV)/.installed
 	$(RUN) $(BENCH_VENV)/bin/python -m experiments.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
+
+conformance: $(CONFORMANCE_VENV)/.installed
+	$(RUN) $(CONFORMANCE_VENV)/bin/python -m experiments.conformance
 
 setup: $(VENV)/.installed
 
@@ -92,6 +97,12 @@ $(BENCH_VENV)/.installed: requirements.txt $(LOCK) experiments/bench/requirement
 	$(call install,$(BENCH_VENV),experiments/bench/requirements.txt)
 	touch $@
 
+$(CONFORMANCE_VENV)/.installed: requirements.txt $(LOCK) experiments/conformance/requirements.txt
+	$(call install,$(CONFORMANCE_VENV),requirements.txt)
+	$(CONFORMANCE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		-r experiments/conformance/requirements.txt
+	touch $@
+
 # torchvision and its like come with vLLM for other builds of torch; nothing here needs them.
 $(VLLM_VENV)/.installed: requirements.txt $(LOCK) tests/requirements.txt tests/requirements-vllm.txt
 	$(call install,$(VLLM_VENV),tests/requirements.txt)
@@ -101,4 +112,4 @@ $(VLLM_VENV)/.installed: requirements.txt $(LOCK) tests/requirements.txt tests/r
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) output
+	rm -rf $(VENV) $(BENCH_VENV) $(CONFORMANCE_VENV) $(VLLM_VENV) output

@@ -53,6 +53,7 @@ class Part:
     folder: str = "{out}"
     needs: tuple[str, ...] = ()  # what only another part or a download makes
     writes_texts: bool = False  # some completions are kept, and the rewards of all
+    python: str = sys.executable  # or that of another environment, by its path in the project
 
 
 NUM_SAMPLES = 3
@@ -96,6 +97,9 @@ PARTS = {
     "bench-gpt2-small": Part(
         "experiments.bench --model gpt2-small --rounds 1 --resume", BENCH, "output/bench/gpt2-small"
     ),
+    "conformance": Part(
+        "experiments.conformance", ("printed.md",), python=".venv-conformance/bin/python"
+    ),
     "plans": Part("experiments.plan.against_run", ("printed.md",)),
     "variants": Part("tests.variants", ("printed.md",)),
     "kills": Part("tests.fault_drill --kills 50", ("printed.md",)),
@@ -129,7 +133,7 @@ def make(name: str, commit: str, tree: Path) -> bool:
         return True
     print(f"{name}: {command} (prints to {out}/printed.md)", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    if status := run(command, tree, out):
+    if status := run([str(ROOT / part.python), "-m", *command.split()], tree, out):
         print(f"{name}: failed with status {status}; see {out}/errors", flush=True)
         return False
     seconds = json.loads((out / STARTS).read_text())
@@ -153,14 +157,14 @@ def make(name: str, commit: str, tree: Path) -> bool:
     return True
 
 
-def run(command: str, tree: Path, out: Path) -> int:
+def run(command: Sequence[str], tree: Path, out: Path) -> int:
     """Run a command: its exit status. `starts.json` gets the seconds of every start."""
     file = out / STARTS
     earlier = json.loads(file.read_text()) if file.is_file() else []
     started = time.perf_counter()
     with (out / "printed.md").open("w") as printed, (out / "errors").open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command.split()],
+            command,
             cwd=tree,
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdout=printed,

@@ -146,6 +146,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "one-sentence.differences": reward_curve.differences,
     "bench-tiny": partial(speed.against_trl, "bench-tiny"),
     "bench-gpt2-small": partial(speed.against_trl, "bench-gpt2-small"),
+    "conformance": partial(printed, "conformance/printed.md"),
     "plans": plans,
     "variants": variants,
     "kills": kills,

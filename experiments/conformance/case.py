@@ -1,0 +1,96 @@
+"""Golden cases, this project's functions on them, and how far a library is from a case."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from common import losses
+from common.advantages import group_advantages
+
+CASES = json.loads(Path(__file__).with_name("cases.json").read_text())
+TOLERANCE = 1e-5
+
+
+class Case(SimpleNamespace):
+    """A micro-batch of a case as one library computes it: tensors, or None what it does not have.
+
+    `step_mask` is the mask of all `num_micro_batches`, whose losses add up.
+    """
+
+    library: ClassVar[str]
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+class OurCase(Case):
+    """A case as this project computes it."""
+
+    library = "this project"
+
+    def sft(self) -> Tensor:
+        return losses.sft_loss(self.logps, self.mask, num_tokens=self.step_mask.sum())
+
+    def bradley_terry(self, margin: float = 0.0, centering: float = 0.0) -> Tensor:
+        pairs = losses.bradley_terry_loss(*self.rewards.chunk(2), margin=margin)
+        return (pairs + centering * losses.centering_penalty(*self.rewards.chunk(2))).mean()
+
+    def preference(self, ld_alpha: float = 1.0, **options: Any) -> Tensor:
+        chosen, rejected = self.mask.sum(1).chunk(2)
+        shared = torch.minimum(chosen, rejected).repeat(2)
+        policy, reference = (
+            losses.sequence_logps(logps, self.mask, shared, ld_alpha=ld_alpha).chunk(2)
+            for logps in (self.logps, self.ref_logps)
+        )
+        options |= {"chosen_lengths": chosen, "rejected_lengths": rejected}
+        return losses.preference_loss(*policy, *reference, **options).mean()
+
+    def kl(self, estimator: str) -> Tensor:
+        per_token = losses.kl_estimate(self.logps, self.ref_logps, estimator=estimator)
+        if self.old_logps is not None:
+            per_token = per_token * losses.probability_ratio(self.logps, self.old_logps, self.mask)
+        return losses.aggregate(per_token, self.mask, aggregation="token")
+
+    def policy(self, aggregate: dict[str, Any], **options: Any) -> Tensor:
+        inputs = (self.logps, self.old_logps, self.advantages, self.mask)
+        per_token = losses.policy_loss(*inputs, **options)
+        counts = {"num_tokens": self.step_mask.sum(), "num_sequences": self.step_mask.any(1).sum()}
+        return losses.aggregate(per_token, self.mask, **counts, **aggregate)
+
+    def group_advantages(self, **options: Any) -> Tensor:
+        return group_advantages(self.rewards, **options)
+
+
+def verdict(case: Mapping[str, Any], library: type[Case]) -> str:
+    """Whether a library agrees, or its largest difference from the golden value, else gradient."""
+    call = case["calls"].get(library.library, "absent")
+    if isinstance(call, str):
+        return call
+    inputs = {n.replace("probs", "logps"): tensor(n, given) for n, given in case["inputs"].items()}
+    variable = next(iter(inputs.values())).requires_grad_()
+    sizes = case.get("micro_batches", [len(variable)])
+    step = {"num_micro_batches": len(sizes), "step_mask": inputs.get("mask")}
+    value = torch.zeros(())
+    for parts in zip(*(given.split(sizes) for given in inputs.values()), strict=True):
+        micro_batch = library(**dict(zip(inputs, parts, strict=True)), **step)
+        value = value + getattr(micro_batch, case["family"])(**call)
+    differences = {"differs": value - tensor("value", case["value"])}
+    if "gradient" in case:
+        (gradient,) = torch.autograd.grad(value, variable)
+        differences["gradient differs"] = gradient - tensor("gradient", case["gradient"])
+    for name, difference in differences.items():
+        largest = max(difference.flatten().tolist(), key=abs)
+        if abs(largest) > TOLERANCE:
+            return f"{name} by {largest:.2g}"
+    return "agrees"
+
+
+def tensor(name: str, given: Any) -> Tensor:
+    """What a case gives by a name: probabilities become log-probs."""
+    values = torch.tensor(given, dtype=torch.bool if name == "mask" else torch.float64)
+    return values.log() if name.endswith("probs") else values

@@ -1,0 +1,56 @@
+"""Claim: this project computes the golden cases, and each recorded difference has its reason.
+
+The other libraries are not needed: `make conformance` runs them.
+"""
+
+import pytest
+
+from common import losses
+from experiments.conformance.__main__ import table, unexplained
+from experiments.conformance.case import CASES, OurCase, verdict
+from experiments.records import make
+
+HEADS, *ROWS = RECORD = make.cells(make.printed("conformance/printed.md"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_value_and_gradient_are_the_golden_ones(case: dict):
+    assert verdict(case, OurCase) == "agrees"
+
+
+def test_the_record_is_of_these_cases_and_each_difference_has_a_reason():
+    assert [row[0] for row in ROWS] == [case["name"] for case in CASES]
+    assert [row[-1] for row in ROWS] == [row[-1] for row in table([OurCase])[1:]]
+    for case, row in zip(CASES, ROWS, strict=True):
+        for library, cell in zip(HEADS[1:-1], row[1:-1], strict=True):
+            call = case["calls"].get(library, "absent")
+            is_called = cell.startswith(("agrees", "differs by", "gradient differs by"))
+            assert is_called if isinstance(call, dict) else cell == call
+    assert unexplained(RECORD) == []
+
+
+def test_a_changed_verdict_is_found():
+    for at, row in enumerate(ROWS, 1):
+        for column, cell in enumerate(row):
+            changed = {"agrees": "differs by 1"}.get(cell, "agrees" if "differs" in cell else None)
+            if changed and 0 < column < len(row) - 1:
+                rows = [HEADS, *map(list, ROWS)]
+                rows[at][column] = changed
+                assert unexplained(rows) == [row[0]]
+
+
+@pytest.mark.parametrize(
+    ("table_of_formulas", "name", "formula", "expected"),
+    [
+        ("_PREFERENCE", "ipo", losses._hinge, "differs by"),
+        ("_KL", "k3", losses._KL["k2"], "differs by"),
+        ("_KL", "k3", lambda d: (d.expm1() - d).detach() + d - d.detach(), "gradient differs by"),
+    ],
+)
+def test_a_changed_formula_is_found(
+    table_of_formulas, name, formula, expected, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(getattr(losses, table_of_formulas), name, formula)
+    rows = table([OurCase])
+    assert any(row[1].startswith(expected) for row in rows[1:])
+    assert set(unexplained(rows)) >= {row[0] for row in rows[1:] if row[1] != "agrees"}
