@@ -37,7 +37,7 @@ class OurCase(Case):
         return losses.sft_loss(self.logps, self.mask, num_tokens=self.step_mask.sum())
 
     def bradley_terry(self, margin: float = 0.0, centering: float = 0.0) -> Tensor:
-        pairs = losses.bradley_terry_loss(*self.rewards.chunk(2), margin=margin)
+        pairs = losses.bradley_terry_loss(*self.rewards.chunk(2), margin=torch.tensor(margin))
         return (pairs + centering * losses.centering_penalty(*self.rewards.chunk(2))).mean()
 
     def preference(self, ld_alpha: float = 1.0, **options: Any) -> Tensor:

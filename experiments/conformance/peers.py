@@ -21,8 +21,9 @@ from trl.experimental import cpo
 from experiments.conformance.case import Case
 
 NOT_INSTALLED = ["aiohttp", "deepspeed", "deepspeed.runtime.zero.partition_parameters", "ray"]
-NOT_INSTALLED += ["ray.util.placement_group", "ray.util.scheduling_strategies", "torchdata"]
-NOT_INSTALLED += ["torchdata.stateful_dataloader", "vllm", "vllm.inputs", "vllm.utils"]
+NOT_INSTALLED += ["ray.util.placement_group", "ray.util.scheduling_strategies", "vllm"]
+NOT_INSTALLED += ["vllm.inputs", "vllm.utils", "torchdata.stateful_dataloader"]
+NOT_INSTALLED += ["flash_attn.bert_padding", "flash_attn.utils.distributed"]
 sys.modules |= {name: MagicMock(__spec__=ModuleSpec(name, None)) for name in NOT_INSTALLED}
 core_algos = import_module("verl.trainer.ppo.core_algos")
 ActorConfig = import_module("verl.workers.config").ActorConfig
@@ -53,8 +54,7 @@ class TrlCase(Case):
         outputs = SimpleNamespace(log_probs=logps.masked_fill(~mask, 0), label_mask=mask)
         outputs.entropy, outputs.mean_logits, outputs.is_top1 = zeros, zeros, mask
         self.model = MagicMock(return_value=outputs, is_gradient_checkpointing=False)
-        scored = MagicMock(return_value=(logps, zeros, None))
-        self._get_per_token_logps_and_entropies = scored
+        self._get_per_token_logps_and_entropies = MagicMock(return_value=(logps, zeros, None))
         process = MagicMock(num_processes=1, process_index=0, parallelism_config=None, device="cpu")
         process.gather = process.gather_for_metrics = torch.clone
         logs = {"_metrics": MagicMock(), "_logs": MagicMock(), "_total_train_tokens": 0}
@@ -63,7 +63,7 @@ class TrlCase(Case):
 
     def inputs(self) -> dict[str, Tensor]:
         mask = torch.nn.functional.pad(self.mask.long(), (1, 0))  # behind a prompt of one token
-        return dict.fromkeys(("input_ids", "attention_mask", "labels", "completion_mask"), mask)
+        return dict.fromkeys(("input_ids", "attention_mask", "completion_mask"), mask)
 
     def sft(self) -> Tensor:
         model = self.train(self.logps, self.mask, loss_type="nll")
@@ -95,7 +95,7 @@ class TrlCase(Case):
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         inputs = dict.fromkeys(names, self.mask.long()) | {"advantages": self.advantages}
         inputs |= {"old_per_token_logps": self.old_logps, "ref_per_token_logps": self.ref_logps}
-        inputs["num_items_in_batch"] = torch.tensor(num_items_in_batch or self.step_mask.sum())
+        inputs["num_items_in_batch"] = torch.as_tensor(num_items_in_batch or self.step_mask.sum())
         return trl.GRPOTrainer._compute_loss(self, model, inputs)
 
     def group_advantages(self, trainer: str = "GRPOTrainer", **settings: Any) -> Tensor:
