@@ -1,7 +1,6 @@
 """Golden cases, this project's functions on them, and how far a library is from a case."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -66,7 +65,7 @@ class OurCase(Case):
         return group_advantages(self.rewards, **options)
 
 
-def verdict(case: Mapping[str, Any], library: type[Case]) -> str:
+def verdict(case: dict[str, Any], library: type[Case]) -> str:
     """Whether a library agrees, or its largest difference from the golden value, else gradient."""
     call = case["calls"].get(library.library, "absent")
     if isinstance(call, str):

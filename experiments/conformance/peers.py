@@ -13,9 +13,9 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-import trl
 from torch import Tensor
 from torchrl.objectives.llm import grpo
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental import cpo
 
 from experiments.conformance.case import Case
@@ -30,7 +30,7 @@ ActorConfig = import_module("verl.workers.config").ActorConfig
 verl_losses = import_module("verl.workers.utils.losses")
 loss = import_module("openrlhf.models.loss")
 compute_approx_kl = import_module("openrlhf.models.utils").compute_approx_kl
-DPOTrainer = import_module("openrlhf.trainer.dpo_trainer").DPOTrainer
+dpo = import_module("openrlhf.trainer.dpo_trainer")
 counts_of_step = import_module("openrlhf.utils.loss_utils")._optimizer_step_loss_norm
 Maker = import_module("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
 
@@ -67,14 +67,14 @@ class TrlCase(Case):
 
     def sft(self) -> Tensor:
         model = self.train(self.logps, self.mask, loss_type="nll")
-        return trl.SFTTrainer.compute_loss(self, model, self.inputs(), False, self.step_mask.sum())
+        return SFTTrainer.compute_loss(self, model, self.inputs(), False, self.step_mask.sum())
 
     def bradley_terry(self, margin: float = 0.0, centering: float = 0.0) -> Tensor:
         rewards = self.rewards[:, None]
         model = self.train(rewards, rewards.isfinite(), center_rewards_coefficient=centering)
         model.return_value.logits = rewards
         inputs = {"attention_mask": torch.ones_like(rewards), "margin": margin}
-        return trl.RewardTrainer.compute_loss(self, model, inputs)
+        return RewardTrainer.compute_loss(self, model, inputs)
 
     def preference(self, **settings: Any) -> Tensor:
         self.ref_model = self.train(self.ref_logps, self.mask)
@@ -82,7 +82,7 @@ class TrlCase(Case):
         if "simpo_gamma" in settings:  # of CPO's loss
             means = (self.logps * self.mask).sum(1) / self.mask.sum(1)
             return cpo.CPOTrainer.cpo_loss(self, *means.chunk(2))[0].mean()
-        return trl.DPOTrainer._compute_loss(self, model, self.inputs(), False)
+        return DPOTrainer._compute_loss(self, model, self.inputs(), False)
 
     def kl(self, **settings: Any) -> Tensor:
         self.advantages = torch.zeros_like(self.logps)  # the KL term is all there is
@@ -96,18 +96,17 @@ class TrlCase(Case):
         inputs = dict.fromkeys(names, self.mask.long()) | {"advantages": self.advantages}
         inputs |= {"old_per_token_logps": self.old_logps, "ref_per_token_logps": self.ref_logps}
         inputs["num_items_in_batch"] = torch.as_tensor(num_items_in_batch or self.step_mask.sum())
-        return trl.GRPOTrainer._compute_loss(self, model, inputs)
+        return GRPOTrainer._compute_loss(self, model, inputs)
 
-    def group_advantages(self, trainer: str = "GRPOTrainer", **settings: Any) -> Tensor:
+    def group_advantages(self, is_rloo: bool = False, **settings: Any) -> Tensor:
         rewards = self.rewards.float().reshape(-1, 1)  # completions of one token
         self.train(rewards, rewards.isfinite(), **ROLLOUT | settings)
         self.num_generations, self._tokenizer = self.rewards.shape[1], MagicMock(pad_token_id=0)
         ids, texts = [[1]] * len(rewards), ["a"] * len(rewards)
-        generated = (ids, ids, None, texts, None, {}, None, None)
-        generated = (ids, ids, texts) if trainer == "RLOOTrainer" else generated
+        generated = (ids, ids, texts) if is_rloo else (ids, ids, None, texts, None, {}, None, None)
         self._generate = MagicMock(return_value=generated)
         self._calculate_rewards = MagicMock(return_value=rewards)
-        score = getattr(trl, trainer)._generate_and_score_completions
+        score = (RLOOTrainer if is_rloo else GRPOTrainer)._generate_and_score_completions
         return score(self, [{"prompt": "p"}] * len(rewards))["advantages"].view_as(self.rewards)
 
 
@@ -159,7 +158,7 @@ class OpenRLHFCase(Case):
     def preference(self, **settings: Any) -> Tensor:
         mask = torch.nn.functional.pad(self.mask, (1, 0), value=True)  # a prompt of one token
         policy, reference = (
-            DPOTrainer._get_batch_logps(None, logps, mask, [1] * len(mask))[0].chunk(2)
+            dpo.DPOTrainer._get_batch_logps(None, logps, mask, [1] * len(mask))[0].chunk(2)
             for logps in (self.logps, self.ref_logps)
         )
         return loss.DPOLoss(**settings)(*policy, *reference)[0]
