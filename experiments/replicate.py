@@ -46,6 +46,7 @@ from experiments.outcomes import (
     write_results,
 )
 from experiments.stages import (
+    DRIVERS,
     Stage,
     check_flags,
     command,
@@ -60,7 +61,8 @@ from experiments.sweep.sweep_file import entry
 RECIPES = Path("assets/recipes")
 PUBLISHED = "published.yaml"
 PATCHES = "patches.yaml"  # a Python file by stage, which `patched.py` runs before it
-# The stages in order: their recipe and their script.
+# The stages in order, by the names of their recipes, and their scripts. `reward-small.yaml` is a
+# second recipe of `reward`.
 CHAIN = {
     "sft": "train_sft.py",
     "pairs": "experiments/sample_pairs.py",
@@ -68,6 +70,7 @@ CHAIN = {
     "dpo": "train_dpo.py",
     "grpo": "train_grpo.py",
     "evaluate": "evaluate.py",
+    "frontier": "experiments/overoptimization/__main__.py",
 }
 # Overrides of all stages by which another name stands wherever the recipe has the first stage's
 START = ("model_name_or_path", "dataset_name")
@@ -162,7 +165,7 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
         UserError: an override is of no stage.
     """
     folder = RECIPES / config.recipe
-    names = [name for name in CHAIN if (folder / f"{name}.yaml").is_file()]
+    names = [path.stem for stage in CHAIN for path in recipes_of(folder, stage)]
     recipes = {name: read_recipe(str(folder / f"{name}.yaml")) for name in names}
     root = f"{config.output_dir}/seed_{seed}/"
     text = replaced(json.dumps(recipes), f"output/{config.recipe}/", root, whole=False)
@@ -181,11 +184,23 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
     stages = {}
     for name, recipe in json.loads(text).items():
         changes = {flag: value for flag, value in recipe.items() if value != recipes[name][flag]}
-        flags = {"seed": seed, **changes, **overrides[name]}
+        script, flags = script_of(name), {"seed": seed, **changes, **overrides[name]}
+        if script in DRIVERS:
+            flags |= {"seeds": [seed], "num_processes": config.num_processes}
         output_dir = Path(flags.pop("output_dir"))
         patch = Path(patches[name]) if name in patches else None
-        stages[name] = Stage(CHAIN[name], output_dir, folder / f"{name}.yaml", flags, patch)
+        stages[name] = Stage(script, output_dir, folder / f"{name}.yaml", flags, patch)
     return stages
+
+
+def recipes_of(folder: Path, stage: str) -> list[Path]:
+    """The recipes of a stage in a folder, the one with its plain name first."""
+    return [*folder.glob(f"{stage}.yaml"), *sorted(folder.glob(f"{stage}-*.yaml"))]
+
+
+def script_of(name: str) -> str:
+    """The script of a recipe by its name."""
+    return CHAIN[name.partition("-")[0]]
 
 
 def replaced(text: str, old: str, new: str, *, whole: bool = True) -> str:
@@ -204,7 +219,7 @@ def stages_with(override: str, names: Sequence[str]) -> list[str]:
     stage, _, flag_name = name.rpartition(".")
     known = {}
     for taker in names:
-        cls = config_class(CHAIN[taker])
+        cls = config_class(script_of(taker))
         known[taker] = {f.name for f in fields(cls)} - {"seed", "output_dir"}
     takers = [taker for taker in names if flag_name in known[taker] and stage in ("", taker)]
     if not equals or not takers:

@@ -34,9 +34,14 @@ MARK, BEGUN = "finished.json", "started.json"
 LOG = "stage.log"
 DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
 LONGEST_PATH = 1024  # characters
+# A driver starts the processes of its stages itself.
+DRIVERS = ("experiments/overoptimization/__main__.py",)
 TAIL = 40  # lines of a failed run's output that its error repeats
 # What a script writes last; a training stage exports its model.
-LAST_WRITTEN = {"evaluate.py": "results.json", "experiments/sample_pairs.py": "train.jsonl"}
+LAST_WRITTEN = {
+    **dict.fromkeys(("evaluate.py", *DRIVERS), "results.json"),
+    "experiments/sample_pairs.py": "train.jsonl",
+}
 
 
 class StageFailed(RuntimeError):  # noqa: N818 - what has failed is the stage
@@ -105,7 +110,8 @@ def command(stage: Stage, num_processes: int) -> list[str]:
     elif stage.patch:
         script = [str(PATCHED), str(stage.patch), *script]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    launch = [*launcher, str(num_processes)] if num_processes > 1 else []
+    is_launched = num_processes > 1 and stage.script not in DRIVERS
+    launch = [*launcher, str(num_processes)] if is_launched else []
     return [sys.executable, *launch, *script, *script_arguments(stage)]
 
 

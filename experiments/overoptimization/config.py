@@ -17,10 +17,14 @@ class OveroptimizationConfig(SamplingConfig):
 
     _stages: ClassVar = "stages"
     sft_recipe: str = flag("", "recipe of train_sft.py (with model_name_or_path: none is trained)")
-    reward_recipe: str = flag("", "recipe of train_reward.py for the proxy", required=True)
+    reward_recipe: str = flag("", "recipe of train_reward.py for the proxy (or give one)")
+    proxy: str = flag("", "a trained reward model as proxy")
     rejection_recipe: str = flag("", "recipe of train_sft.py for the best of n (empty: not run)")
     dpo_recipe: str = flag("", "recipe of train_dpo.py (empty: not run)")
     grpo_recipe: str = flag("", "recipe of train_grpo.py; its save_steps are measured (empty: no)")
+    grpo_variants: list[str] = flag(
+        [], "runs of that recipe, each with flags, as 'beta=0.1 num_candidates=16' (empty: one)"
+    )
     num_processes: int = flag(1, "processes of each stage", gt=0)
 
     _what: ClassVar = "what is optimised"
@@ -43,12 +47,15 @@ class OveroptimizationConfig(SamplingConfig):
     _measuring: ClassVar = "measuring"
     num_prompts: int = flag(256, "held-out prompts", gt=0)
     num_samples: int = flag(2, "completions of each, of every policy", gt=0)
+    fluency_model: str = path_flag("", "its log-probs of completions are kept (empty: none)")
 
     def __post_init__(self) -> None:
         """Refuse values that no experiment may have."""
         super().__post_init__()
         if not self.sft_recipe and not self.model_name_or_path:
             raise UserError("--sft_recipe is empty; name a recipe, or give --model_name_or_path.")
+        if not self.reward_recipe and not self.proxy:
+            raise UserError("--reward_recipe is empty; name a recipe, or give --proxy.")
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to measure on.")
         if len(set(self.seeds)) < len(self.seeds):

@@ -37,11 +37,14 @@ class Measured:
     gold: Values  # (P, K) of the judge that is not optimised
     proxy: Values  # (P, K) of the optimised reward, with its penalty for not stopping
     log_ratio: Values  # (P, K) log pi - log ref, nats: their mean is unbiased for KL(pi || ref)
+    lengths: Values  # (P, K) tokens, the stop token included
+    fluency: Values  # (P, K) log-prob per token under the fluency model, nats; 0 without one
+    texts: list[list[str]]  # P, K
 
     def __post_init__(self) -> None:
         """Take lists too."""
-        for name in ("gold", "proxy", "log_ratio"):
-            setattr(self, name, np.asarray(getattr(self, name)))
+        for name in ("gold", "proxy", "log_ratio", "lengths", "fluency"):
+            setattr(self, name, np.asarray(getattr(self, name), np.float64))
 
 
 class Measurer:
@@ -57,6 +60,7 @@ class Measurer:
         for scorer in (self.proxy, self.gold):
             scorer.load(self.mesh)
         self.reference = self.load(config.model_name_or_path)
+        self.fluency_model = self.load(config.fluency_model) if config.fluency_model else None
 
     def load(self, path: str) -> Policy:
         """The frozen policy of a model's folder, or of a checkpoint, which is exported once."""
@@ -112,12 +116,22 @@ class Measurer:
         del policy
         gc.collect()  # FSDP's units refer to one another: it would stay beside the next one
         sampled = rollouts.completed(examples)
-        ref_logps = split.score_examples(
-            self.reference, sampled, self.config, self.vocabulary, "reference"
-        )  # (P, K)
+        ref_logps = self.score(self.reference, sampled, "reference")
+        lengths = rollouts.lengths.view(ref_logps.shape)
+        fluency = lengths * 0.0
+        if self.fluency_model:
+            fluency = self.score(self.fluency_model, sampled, "fluency model") / lengths
         logps = rollouts.token_logps.double().sum(1).view(ref_logps.shape)
+        texts = rollouts.texts(self.vocabulary.tokenizer)
         return Measured(
             self.gold.score(examples, rollouts).total.double().numpy(),
             self.proxy_rewards(examples, rollouts).double().numpy(),
             (logps - ref_logps).numpy(),
+            lengths.numpy(),
+            fluency.numpy(),
+            [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)],
         )
+
+    def score(self, policy: Policy, sampled: Sequence[Example], title: str) -> Tensor:
+        """Log-probs (P, K) of completions under a policy, nats."""
+        return split.score_examples(policy, sampled, self.config, self.vocabulary, title)

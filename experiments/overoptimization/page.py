@@ -8,11 +8,11 @@ from common.evaluation.intervals import interval_cell
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.page import write_page
 from experiments.overoptimization.plots import (
-    SETTINGS,
-    TITLES,
     Results,
     draw_curves,
     draw_frontier,
+    setting,
+    title,
 )
 
 
@@ -43,7 +43,8 @@ def write(results: Results, output_dir: Path) -> list[Path]:
 
 def turning(results: Results) -> dict[str, list[Mapping[str, Any]]]:
     """The turns of each method that has its best gold reward before its last setting."""
-    every = {method: [t for t in results["turns"] if t["method"] == method] for method in TITLES}
+    methods = dict.fromkeys(turn["method"] for turn in results["turns"])
+    every = {method: [t for t in results["turns"] if t["method"] == method] for method in methods}
     return {m: turns for m, turns in every.items() if any(t["peak"] != t["last"] for t in turns)}
 
 
@@ -51,9 +52,9 @@ def turns_table(results: Results) -> Table:
     """A row for each seed of each method that turns, from the best setting to the last one."""
     rows = [
         [
-            TITLES[method],
+            title(method),
             str(turn["seed"]),
-            f"{SETTINGS[method]} {turn['peak']:g}, {turn['last']:g}",
+            f"{setting(method)} {turn['peak']:g}, {turn['last']:g}",
             interval_cell(turn["gold_change"], 1, 3, sign="+"),
             interval_cell(turn["proxy_change"], 1, 2, sign="+"),
         ]
@@ -72,6 +73,6 @@ def fallen(results: Results) -> str:
     counts = []
     for method, turns in turning(results).items():
         both = sum(turn["gold_change"]["high"] < 0 < turn["proxy_change"]["low"] for turn in turns)
-        counts.append(f"{TITLES[method]} {both} of {len(turns)}")
+        counts.append(f"{title(method)} {both} of {len(turns)}")
     fell = "Seeds on which gold fell while the proxy rose, both intervals apart from 0"
     return f"{fell}: {', '.join(counts) or 'none'}."

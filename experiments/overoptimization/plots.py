@@ -16,7 +16,6 @@ TITLES = {
     "grpo": "GRPO over steps",
 }
 SETTINGS = {"best_of_n": "n", "rejection": "n", "dpo": "beta", "grpo": "step"}
-COLOUR_OF = system_colours(TITLES)
 DPI = 110  # 880 points wide: legible at 800, and a small file
 NEAREST = 0.05  # nats; a point nearer to the SFT policy would stretch the logarithmic axis
 MEAN: dict[str, Any] = {"linewidth": 2.2, "marker": "o", "markersize": 3.5}
@@ -25,9 +24,18 @@ Results = Mapping[str, Any]
 
 
 def methods_of(results: Results) -> list[str]:
-    """The methods that have points, in the order of `TITLES`."""
-    measured = {point["method"] for point in results["points"]}
-    return [method for method in TITLES if method in measured]
+    """The methods that have points, in their order."""
+    return list(dict.fromkeys(point["method"] for point in results["points"]))
+
+
+def title(method: str) -> str:
+    """A method's name in pictures and tables; that of a variant of GRPO has its flags."""
+    return TITLES.get(method) or method.replace("grpo ", "GRPO, ")
+
+
+def setting(method: str) -> str:
+    """The name of what a method's points differ in."""
+    return SETTINGS[method.partition(" ")[0]]
 
 
 def series_of(results: Results, method: str, name: str) -> np.ndarray:
@@ -54,7 +62,7 @@ def draw_method(axes: Any, results: Results, method: str) -> None:
 
     Every line begins at the SFT policy, whose distance and gain are 0.
     """
-    start, colour = ((0, 0), (1, 0)), COLOUR_OF[method]
+    start, colour = ((0, 0), (1, 0)), system_colours(methods_of(results))[method]
     scales = {
         judge: np.array([[seed[f"{judge}_std"] or 1.0] for seed in results["seeds"]])  # (S, 1)
         for judge in ("gold", "proxy")
@@ -71,7 +79,7 @@ def draw_method(axes: Any, results: Results, method: str) -> None:
     y, label = fitted.at(x) / scales["gold"].mean(), f"gold, fitted R_{form}"
     axes.plot(x, y, ":", color="black", linewidth=1.2, label=label)
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.set(title=TITLES[method], xlabel="sqrt(KL to SFT), sqrt(nats)")
+    axes.set(title=title(method), xlabel="sqrt(KL to SFT), sqrt(nats)")
     axes.set_ylabel("gain, SD of SFT samples")
     axes.legend(loc="best")
 
@@ -87,11 +95,11 @@ def draw_frontier(results: Results, path: Path) -> Path:
             kl, gold, settings = (
                 series_of(results, method, name) for name in ("kl", "gold", "setting")
             )  # (S, K)
-            far, colour = kl.mean(0) > NEAREST, COLOUR_OF[method]
+            far, colour = kl.mean(0) > NEAREST, system_colours(methods_of(results))[method]
             kl, gold, values = kl[:, far], gold[:, far], settings[0, far]
-            ends = f"{SETTINGS[method]} {values[0]:g} to {values[-1]:g}" if values.size else ""
+            ends = f"{setting(method)} {values[0]:g} to {values[-1]:g}" if values.size else ""
             axes.plot(kl.ravel(), gold.ravel(), ".", color=colour, alpha=0.4, markersize=5)
-            label = f"{TITLES[method]} ({ends})"
+            label = f"{title(method)} ({ends})"
             axes.plot(kl.mean(0), gold.mean(0), color=colour, label=label, **MEAN)
         axes.set_xscale("log")
         unit = "KL(policy || SFT), nats per completion"

@@ -48,8 +48,11 @@ def run_seed(config: OveroptimizationConfig, seed: int) -> SeedPoints:
     policies = chain.policies()
     pool = chain.measured("pool", chain.sft, max(config.best_of))
     measured = {
-        method: {n: chain.measured(f"{method}_{n:g}", path, number) for n, path in own.items()}
-        for method, own in policies.items()
+        method: {
+            n: chain.measured(f"{method.replace(' ', '_')}_{n:g}", path, number)
+            for n, path in by_setting.items()
+        }
+        for method, by_setting in policies.items()
     }
     return SeedPoints(seed, pool, measured)
 
@@ -58,18 +61,22 @@ class Chain:
     """One seed's stages, each a child process, and this process's measurements."""
 
     def __init__(self, config: OveroptimizationConfig, seed: int) -> None:
-        """Make the SFT policy and the proxy reward model."""
-        self.config = replace(config, seed=seed)
+        """Make the SFT policy and the proxy reward model, unless they are given."""
+        self.config = config = replace(config, seed=seed)
         self.folder = Path(config.output_dir) / f"seed_{seed}"
         self.sft = Path(config.model_name_or_path or self.make("sft", "sft", config.sft_recipe))
-        self.config = replace(self.config, model_name_or_path=str(self.sft))
+        self.config = config = replace(config, model_name_or_path=str(self.sft))
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = config.dataset_name
+        self.proxy = Path(config.proxy) if config.proxy else self.train_proxy()
+
+    def train_proxy(self) -> Path:
+        """Train the proxy reward model on some of the pairs; returns its folder."""
+        config, name = self.config, self.config.dataset_name
         options = source_options(config, name)
         pairs = load_rows(name, config.dataset_train_split, kind="preference", **options)
-        chosen = map(json_line, choose(pairs, self.config, "num_proxy_pairs"))
+        chosen = map(json_line, choose(pairs, config, "num_proxy_pairs"))
         write_atomically(self.folder / "proxy_pairs.jsonl", chosen)
-        self.proxy = self.make("reward", "proxy", config.reward_recipe, "proxy_pairs.jsonl")
+        return self.make("reward", "proxy", config.reward_recipe, "proxy_pairs.jsonl")
 
     def make(self, stage: str, name: str, recipe: str, rows: str = "", **flags: Any) -> Path:
         """Make a run of a stage, unless it is there; returns the folder of its model.
@@ -87,7 +94,7 @@ class Chain:
     def policies(self) -> dict[str, dict[float, Path]]:
         """The policies of each method, by n, beta or step."""
         config = self.config
-        policies: dict[str, dict[float, Path]] = {"rejection": {}, "dpo": {}, "grpo": {}}
+        policies: dict[str, dict[float, Path]] = {"rejection": {}, "dpo": {}}
         if config.rejection_recipe or config.dpo_recipe:
             self.write_rows(self.folder / "optimised")
         if recipe := config.rejection_recipe:
@@ -98,16 +105,18 @@ class Chain:
             for beta in config.dpo_betas:
                 name, rows = f"dpo_{beta:g}", "optimised/pairs.jsonl"
                 policies["dpo"][beta] = self.make("dpo", name, recipe, rows, beta=beta)
-        if recipe := config.grpo_recipe:
+        for variant in config.grpo_variants or [""] if config.grpo_recipe else ():
+            flags = dict(text.split("=", 1) for text in variant.split())
             model = self.make(
-                *("grpo", "grpo", recipe),
+                *("grpo", "_".join(["grpo", *variant.split()]), config.grpo_recipe),
                 model_name_or_path=self.sft,
                 reward_funcs=[self.proxy],
                 missing_eos_penalty=config.missing_eos_penalty,
                 keep_last=0,
+                **flags,
             )
             checkpoints = reversed(layout.newest_first(model.parent))
-            policies["grpo"] = {layout.step_of(path): path for path in checkpoints}
+            policies[f"grpo {variant}".strip()] = {layout.step_of(p): p for p in checkpoints}
         return policies
 
     def write_rows(self, folder: Path) -> None:

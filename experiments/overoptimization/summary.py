@@ -20,8 +20,6 @@ from experiments.overoptimization.curves import (
 )
 from experiments.overoptimization.measuring import Measured
 
-METHODS = ("best_of_n", "rejection", "dpo", "grpo")
-
 
 @dataclass
 class SeedPoints:
@@ -38,9 +36,10 @@ Point = dict[str, Any]  # of a policy: `setting`; of each prompt (P,) `kl`, rewa
 def summarise(seeds: Sequence[SeedPoints], sizes: Sequence[int]) -> dict[str, Any]:
     """The results, ready for JSON: of seeds with the same settings, and sizes n."""
     tracks = {own.seed: tracks_of(own, sizes) for own in seeds}
+    methods = dict.fromkeys(method for track in tracks.values() for method in track)
     every = [
         (method, seed, track[method])
-        for method in METHODS
+        for method in methods
         for seed, track in tracks.items()
         if track.get(method)
     ]

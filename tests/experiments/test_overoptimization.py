@@ -173,19 +173,24 @@ def test_more_pairs_than_there_are_are_refused():
 # ---- results -------------------------------------------------------------------------------------
 
 
+def measured(gold: np.ndarray, proxy: np.ndarray, log_ratio: np.ndarray) -> Measured:
+    """Values (P, K) of texts that do not matter."""
+    return Measured(gold, proxy, log_ratio, gold, gold, [])
+
+
 def seed_points(seed: int, turns: bool) -> SeedPoints:
     """A pool, and DPO that gains 0.2 in gold and then loses 0.3 of it, or gains a further 0.3."""
     generator = np.random.default_rng(seed)
     proxy = generator.normal(size=(60, 8))
     gold = 0.5 + 0.1 * proxy - (0.2 * (proxy > 1) if turns else 0)
-    pool = Measured(gold, proxy, np.zeros((60, 8)))
+    pool = measured(gold, proxy, np.zeros((60, 8)))
     base = np.stack([gold.mean(1), proxy.mean(1)])
-    measured = {}
+    policies = {}
     for beta, gain, kl in ((1.0, 0.2, 1.0), (0.1, -0.1 if turns else 0.5, 9.0)):
         noise = 0.01 * generator.normal(size=(60, 2))
         values = (base[0][:, None] + gain + noise, base[1][:, None] + kl + noise, kl + noise)
-        measured[beta] = Measured(*values)
-    return SeedPoints(seed, pool, {"dpo": measured, "grpo": {}})
+        policies[beta] = measured(*values)
+    return SeedPoints(seed, pool, {"dpo": policies, "grpo": {}})
 
 
 def test_gains_are_over_the_pool_and_a_turn_is_told_from_a_rise():

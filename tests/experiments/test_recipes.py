@@ -79,6 +79,7 @@ def test_every_chain_has_its_stages():
         **dict.fromkeys((*CHAINS, "demo", "origin"), WHOLE),
         **SHORT_CHAINS,
         "sentiment": SENTIMENT,
+        "film": ("sft", "reward", "evaluate"),
     }
     found = {path.relative_to(RECIPES).as_posix() for path in FILES}
     assert found == {f"{chain}/{stage}.yaml" for chain in stages for stage in stages[chain]}

@@ -1,0 +1,168 @@
+"""Claim: the recipe `film` makes its rows of ratings, and measures what its policies wrote.
+
+Targets: rows checked against the ratings that they were made of; rewards, KL and fluency of the
+written texts computed again with plain transformers.
+"""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_recipes
+import tiny
+import torch
+from stages_here import run_here
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from common.config.parser import parse
+from common.record.jsonl import read_jsonl
+from experiments import replicate, stages
+from experiments.overoptimization.curves import best_of_n, best_of_n_kl
+from experiments.stages import ROOT
+
+pytestmark = pytest.mark.usefixtures("without_pictures", "few_resamples")
+
+BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+RATINGS = {
+    f"sentence number {i} of a film is good": [i % 9 - 4, (i + 1) % 9 - 4] for i in range(80)
+}
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    archive.addfile(info, io.BytesIO(content))
+
+
+def package() -> bytes:
+    """The package of PyPI: an archive in an archive, with one text twice and double spaces."""
+    texts = [*RATINGS, next(iter(RATINGS))]
+    rated = [*RATINGS.values(), [0, 0]]
+    lines = [f"{i}\t0\t{text.replace(' ', '  ')}\r\n" for i, text in enumerate(texts)]
+    ratings = [f"{i}\t0\t1\t{values}\n" for i, values in enumerate(rated)]
+    inner, outer = io.BytesIO(), io.BytesIO()
+    with tarfile.open(fileobj=inner, mode="w:gz") as archive:
+        add(archive, "h/movieReviewSnippets_GroundTruth.txt", "".join(lines).encode())
+        add(archive, "h/movieReviewSnippets_anonDataRatings.txt", "".join(ratings).encode())
+    with tarfile.open(fileobj=outer, mode="w:gz") as archive:
+        add(archive, "v/additional_resources/hutto_ICWSM_2014.tar.gz", inner.getvalue())
+    return outer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The recipe's rows, and a stand-in for its model."""
+    path = tmp_path_factory.mktemp("film")
+    shutil.copytree(ROOT / "assets" / "recipes", path / "assets" / "recipes")
+    (path / "v.tar.gz").write_bytes(package())
+    script = ROOT / "assets" / "recipes" / "film" / "make_rows.py"
+    subprocess.run([sys.executable, script, "--source", "v.tar.gz"], check=True, cwd=path)
+    test_recipes.save_model(path / BASE)
+    with tiny.working_directory(path):
+        yield path
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return read_jsonl(Path("data/film", f"{name}.jsonl"))
+
+
+def test_rows_are_votes_on_sentences_of_one_split(folder):
+    seen = {}
+    for split in ("train", "validation", "test"):
+        sentences = {row["prompt"] + row["completion"] for row in rows(f"sft/{split}")}
+        seen[split] = {text.removeprefix("Film review: ") for text in sentences}
+        names = ("proxy", "gold") if split == "train" else ("proxy", "means")
+        for row in [row for name in names for row in rows(f"{name}/{split}")]:
+            chosen, rejected = (row[name].strip() for name in ("chosen", "rejected"))
+            assert {chosen, rejected} <= seen[split]
+    assert set.union(*seen.values()) == RATINGS.keys()
+    assert sum(map(len, seen.values())) == len(RATINGS)
+    for row in rows("proxy/train"):
+        high, low = (RATINGS[row[name].strip()] for name in ("chosen", "rejected"))
+        others = (row["chosen_mean"], row["rejected_mean"])  # of two ratings the other one
+        votes = {(a - b, (sum(high) - a, sum(low) - b)) for a in high for b in low}
+        assert row["margin"] > 0
+        assert (row["margin"], others) in votes
+    halves = [
+        {row[name] for row in rows(f"{part}/train") for name in ("chosen", "rejected")}
+        for part in ("proxy", "gold")
+    ]
+    assert halves[0].isdisjoint(halves[1])
+    matched = [row[name] for row in rows("means/test") for name in ("chosen", "rejected")]
+    assert len(set(matched)) == len(matched)
+    for row in rows("means/test"):
+        means = [np.mean(RATINGS[row[name].strip()]) for name in ("chosen", "rejected")]
+        assert means == [row["chosen_mean"], row["rejected_mean"]]
+        assert means[0] > means[1]
+
+
+def test_what_policies_wrote_is_measured_as_plain_transformers_measures_it(folder, monkeypatch):
+    for module in (replicate, stages):
+        monkeypatch.setattr(module, "run", run_here)
+    for recipe in Path("assets/recipes/film/frontier").iterdir():
+        text = recipe.read_text().replace("batch_size: 16", "batch_size: 2")
+        text = re.sub(r"max_steps: \d+", "max_steps: 2", text)
+        recipe.write_text(text.replace("save_steps: 10", "save_steps: 1"))
+    short = ["max_steps=2", "batch_size=2", "num_train_rows=12", "num_sft_rows=4", "eval_steps=0"]
+    short += ["frontier.grpo_variants=[beta=0.1, beta=0.1 num_candidates=9]"]
+    short += ["frontier.num_prompts=3", "frontier.num_train_prompts=4", "frontier.best_of=[1, 4]"]
+    flags = ["--recipe", "film", "--seeds", "3", "--overrides", *short]
+    replicate.main(parse(replicate.ReplicateConfig, flags))
+    with torch.no_grad():
+        check_measured(Path("output/replicate/film/seed_3"))
+
+
+def check_measured(seed: Path) -> None:
+    measured = {
+        path.stem: json.loads(path.read_text()) for path in seed.glob("frontier/seed_3/measured/*")
+    }
+    assert set(measured) >= {"pool", "rejection_16", "dpo_0.03", "grpo_beta=0.1_num_candidates=9_2"}
+    assert len(measured) == 1 + 1 + 4 + 2 * 2
+    tokenizer = AutoTokenizer.from_pretrained(seed / "sft/model")
+    judges = {
+        name: AutoModelForSequenceClassification.from_pretrained(seed / run / "model")
+        for name, run in (("proxy", "reward"), ("gold", "reward-gold"))
+    }
+    policies = {
+        "base": AutoModelForCausalLM.from_pretrained(BASE),
+        "ref": AutoModelForCausalLM.from_pretrained(seed / "sft/model"),
+    }
+    prompts = [row["prompt"] for row in rows("sft/test")]
+    values = measured["dpo_0.03"]
+    policies["pi"] = AutoModelForCausalLM.from_pretrained(seed / "frontier/seed_3/dpo_0.03/model")
+    num_checked = 0
+    for n, texts in enumerate(values["texts"]):
+        for k, text in enumerate(texts):
+            prompt = tokenizer(prompts[n])["input_ids"]
+            completion = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+            if len(completion) != values["lengths"][n][k] or values["proxy"][n][k] == -1:
+                continue  # it did not stop, or its text has other tokens
+            ids = torch.tensor([[*prompt, *completion]])
+            for name, judge in judges.items():
+                assert values[name][n][k] == pytest.approx(judge(ids).logits.item(), abs=1e-4)
+            logps = {}
+            for name, lm in policies.items():
+                scores = lm(ids).logits[0, :-1].log_softmax(-1)
+                logps[name] = scores.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum().item()
+            difference = logps["pi"] - logps["ref"]
+            assert values["log_ratio"][n][k] == pytest.approx(difference, abs=1e-3)
+            assert values["fluency"][n][k] == pytest.approx(
+                logps["base"] / len(completion), abs=1e-4
+            )
+            num_checked += 1
+    assert num_checked >= 2
+    results = json.loads((seed / "frontier/results.json").read_text())
+    points = {p["setting"]: p for p in results["points"] if p["method"] == "best_of_n"}
+    pool = measured["pool"]
+    expected = best_of_n(pool["proxy"], pool["gold"], [4])[0].mean()
+    assert points[4]["gold"]["mean"] == pytest.approx(expected)
+    assert points[4]["kl"]["mean"] == pytest.approx(best_of_n_kl(4))
