@@ -3,7 +3,7 @@
 Every exported folder has a card; it is pushed to the hub if asked for, which is asked before.
 
 That the folder is the run's own is shown where there are whole runs: `test_resume.py`,
-`test_lora.py`, `test_lora_reward.py`.
+`test_lora.py`.
 """
 
 import shutil

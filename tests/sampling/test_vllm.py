@@ -75,7 +75,11 @@ def served(model: Path, folder: Path, **changes: str) -> Iterator[str]:
         yield url
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:  # seen once with vLLM 0.30, after its engine was killed
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
