@@ -20,7 +20,6 @@ from experiments.records.make import (
     PARTS,
     ROOT,
     cells,
-    command_of,
     printed,
     read,
     read_record,
@@ -83,16 +82,13 @@ def columns(part: str) -> dict[str, list[str]]:
 
 
 def records() -> str:
-    """Every part: how long its record took, on which machine and commit, and what makes it."""
+    """Every part: how long its record took, and on which machine and commit."""
     rows = []
     for name in PARTS:
         record = read_record(name)
         known = [str(record.get(key, NOT_MEASURED)) for key in ("minutes", "date", "cpu")]
-        commit = record.get("git_commit", NOT_MEASURED)[:10]
-        commands = record.get("commands") or [command_of(name)]
-        told = "; ".join(f"`python -m {command}`" for command in commands)
-        rows.append([name, *known, commit, told])
-    return markdown.table(["part", "minutes", "date", "processor", "commit", "commands"], rows)
+        rows.append([name, *known, record.get("git_commit", NOT_MEASURED)[:10]])
+    return markdown.table(["part", "minutes", "date", "processor", "commit"], rows)
 
 
 # ---- sweeps --------------------------------------------------------------------------------------
