@@ -31,7 +31,7 @@ SFT = [
     {"prompt": "TITLE: c\n\nTL;DR:", "completion": " three", "facts": {"who": "z"}, "n": 3},
 ]
 PAIR = {"prompt": "p", "chosen": " good", "rejected": " bad"}
-PACKED = gzip.compress(b'{"prompt": "p"}\n' * 50)
+PACKED = gzip.compress(b'{"prompt": "p"}\n' * 50, mtime=0)  # in the names of tests
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
