@@ -11,8 +11,9 @@
 # make clean   removes .venv and output
 #
 # PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,
-# FLAGS="--seeds 0 1" further flags of replicate, sweep or overoptimization,
-# BENCH_MODEL=gpt2-small the model of `make bench`, BENCH_FLAGS="--stages sft dpo" its flags.
+# THREADS=2 threads of each on a CPU, FLAGS="--seeds 0 1" further flags of replicate, sweep or
+# overoptimization, BENCH_MODEL=gpt2-small the model of `make bench`, BENCH_FLAGS="--stages sft dpo"
+# its flags.
 
 PYTHON ?= python3
 VENV := .venv
@@ -25,6 +26,7 @@ GPUS := $(shell all=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'); \
 	then echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -c '^[^-]'; else echo $$all; fi)
 NPROC ?= $(shell for n in 8 4 2 1; do [ $(GPUS) -ge $$n ] && echo $$n && exit; done; echo 2)
 SEED ?= 0
+THREADS ?= 1
 RECIPE ?= demo
 SWEEP ?= assets/recipes/ablations/demo.yaml
 FLAGS ?=
@@ -38,7 +40,7 @@ BENCH_FLAGS ?=
 DEMO := assets/recipes/demo
 # One thread per process on a CPU: the processes are the parallelism. A signal to make reaches what
 # it runs only by exec: else it ends the shell around that, which goes on.
-RUN := exec env OMP_NUM_THREADS=1
+RUN = exec env OMP_NUM_THREADS=$(THREADS)
 LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
 .PHONY: demo overoptimization replicate results sweep test test-vllm bench conformance setup clean

@@ -84,6 +84,8 @@ class Chain:
         With `rows`, a file in the seed's folder, it trains the SFT policy on them.
         """
         flags["seed"] = self.config.seed
+        if self.config.bf16:
+            flags["bf16"] = True
         if rows:
             flags |= {"dataset_name": self.folder / rows, "dataset_test_split": ""}
             flags |= {"eval_steps": 0, "num_eval_rows": 0, "model_name_or_path": self.sft}

@@ -53,16 +53,27 @@ class Part:
     folder: str = "{out}"
     needs: tuple[str, ...] = ()  # what only another part or a download makes
     writes_texts: bool = False  # some completions are kept, and the rewards of all
+    threads: int = 1  # of each process
     python: str = sys.executable  # or that of another environment, by its path in the project
 
 
 NUM_SAMPLES = 3
 SWEEP = "experiments.sweep --output_dir {out} --config"
 REPLICATE = "experiments.replicate --num_processes 2 --output_dir {out} --recipe"
+SMOLLM2 = "data/SmolLM2-135M-Instruct"  # a folder, or a link to one
 SWEPT = ("sweep.json", "report.md", "plots/*.png")
 CHAIN = (
     *("replication.json", "report.md", "seed_*/*/metrics.jsonl"),
     "seed_*/evaluation/results.json",
+)
+ALONE = REPLICATE.replace("--num_processes 2 ", "")  # one process, of several threads
+FILM = f"{ALONE} film --overrides model_name_or_path={SMOLLM2}"
+FRONTIER = (
+    *CHAIN,
+    "seed_*/evaluation*/scores.jsonl",
+    "seed_*/evaluation-means/results.json",
+    "seed_*/frontier/seed_*/*/metrics.jsonl",
+    "seed_*/frontier/seed_*/measured/*.json",
 )
 BENCH = ("results.json", "table.md")
 TRAINED = tuple(f"output/demo/seed_0/{stage}/model" for stage in ("sft", "reward"))
@@ -81,18 +92,27 @@ PARTS = {
         "--config assets/recipes/overoptimization/demo.yaml --seeds 0 1 2 3 4 5 6 7",
         ("results.json", "report.md", "plots/*.png"),
     ),
-    "scitldr": Part(  # the model: a folder, or a link to one
-        f"{REPLICATE} scitldr --overrides model_name_or_path=data/SmolLM2-135M-Instruct",
+    "scitldr": Part(
+        f"{REPLICATE} scitldr --overrides model_name_or_path={SMOLLM2}",
         CHAIN,
-        needs=("data/SmolLM2-135M-Instruct", "data/scitldr", "data/summeval_preference"),
+        needs=(SMOLLM2, "data/scitldr", "data/summeval_preference"),
         writes_texts=True,
     ),
     "one-sentence": Part(  # `reward_curve.py` draws it
-        f"{REPLICATE} one-sentence --overrides model_name_or_path=data/SmolLM2-135M-Instruct",
+        f"{REPLICATE} one-sentence --overrides model_name_or_path={SMOLLM2}",
         CHAIN,
-        needs=("data/SmolLM2-135M-Instruct", "data/scitldr"),
+        needs=(SMOLLM2, "data/scitldr"),
         writes_texts=True,
     ),
+    **{
+        f"film-{name}": Part(f"{FILM} {flags}", FRONTIER, needs=(SMOLLM2, "data/film"), threads=2)
+        for name, flags in {
+            "0": "--seeds 0",
+            "1": "--seeds 1",
+            "2": "--seeds 2",
+            "bf16": "bf16=true --seeds 0",
+        }.items()
+    },
     "bench-tiny": Part("experiments.bench --model tiny --resume", BENCH, "output/bench/tiny"),
     "bench-gpt2-small": Part(
         "experiments.bench --model gpt2-small --rounds 1 --resume", BENCH, "output/bench/gpt2-small"
@@ -133,7 +153,7 @@ def make(name: str, commit: str, tree: Path) -> bool:
         return True
     print(f"{name}: {command} (prints to {out}/printed.md)", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    if status := run([str(ROOT / part.python), "-m", *command.split()], tree, out):
+    if status := run([str(ROOT / part.python), "-m", *command.split()], tree, out, part.threads):
         print(f"{name}: failed with status {status}; see {out}/errors", flush=True)
         return False
     seconds = json.loads((out / STARTS).read_text())
@@ -157,7 +177,7 @@ def make(name: str, commit: str, tree: Path) -> bool:
     return True
 
 
-def run(command: Sequence[str], tree: Path, out: Path) -> int:
+def run(command: Sequence[str], tree: Path, out: Path, threads: int = 1) -> int:
     """Run a command: its exit status. `starts.json` gets the seconds of every start."""
     file = out / STARTS
     earlier = json.loads(file.read_text()) if file.is_file() else []
@@ -166,7 +186,7 @@ def run(command: Sequence[str], tree: Path, out: Path) -> int:
         process = subprocess.Popen(
             command,
             cwd=tree,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""},
             stdout=printed,
             stderr=errors,
         )
