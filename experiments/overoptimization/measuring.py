@@ -39,6 +39,7 @@ class Measured:
     log_ratio: Values  # (P, K) log pi - log ref, nats: their mean is unbiased for KL(pi || ref)
     lengths: Values  # (P, K) tokens, the stop token included
     fluency: Values  # (P, K) log-prob per token under the fluency model, nats; 0 without one
+    prompts: list[str]  # P
     texts: list[list[str]]  # P, K
 
     def __post_init__(self) -> None:
@@ -129,6 +130,7 @@ class Measurer:
             (logps - ref_logps).numpy(),
             lengths.numpy(),
             fluency.numpy(),
+            [example.prompt for example in examples],
             [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)],
         )
 

@@ -138,6 +138,7 @@ def check_measured(seed: Path) -> None:
     }
     prompts = [row["prompt"] for row in rows("sft/test")]
     values = measured["dpo_0.03"]
+    assert values["prompts"] == prompts[:3]
     policies["pi"] = AutoModelForCausalLM.from_pretrained(seed / "frontier/seed_3/dpo_0.03/model")
     num_checked = 0
     for n, texts in enumerate(values["texts"]):

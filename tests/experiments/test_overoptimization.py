@@ -175,7 +175,7 @@ def test_more_pairs_than_there_are_are_refused():
 
 def measured(gold: np.ndarray, proxy: np.ndarray, log_ratio: np.ndarray) -> Measured:
     """Values (P, K) of texts that do not matter."""
-    return Measured(gold, proxy, log_ratio, gold, gold, [])
+    return Measured(gold, proxy, log_ratio, gold, gold, [], [])
 
 
 def seed_points(seed: int, turns: bool) -> SeedPoints:
