@@ -179,7 +179,7 @@ def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
     return mean, *percentile_interval(means[:, 0], mean)
 
 
-def t_quantile(degrees: int, family: int = 1) -> float:
+def t_quantile(degrees: float, family: int = 1) -> float:
     """The quantile of Student's t for two-sided intervals: 95% for a whole family of them.
 
     Each of the family may err in 0.05 / family of all cases, and so one or more of them in 0.05 at

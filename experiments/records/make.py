@@ -113,6 +113,11 @@ PARTS = {
             "bf16": "bf16=true --seeds 0",
         }.items()
     },
+    "film-baselines": Part(
+        "assets.recipes.film.baselines --source data/vaderSentiment-3.3.2.tar.gz --target {out}",
+        ("scores.json",),
+        needs=("data/film",),
+    ),
     "bench-tiny": Part("experiments.bench --model tiny --resume", BENCH, "output/bench/tiny"),
     "bench-gpt2-small": Part(
         "experiments.bench --model gpt2-small --rounds 1 --resume", BENCH, "output/bench/gpt2-small"

@@ -15,7 +15,7 @@ from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.overoptimization.page import fallen
 from experiments.overoptimization.plots import draw_curves
-from experiments.records import ablations, chains, papers, reward_curve, speed
+from experiments.records import ablations, chains, film, papers, reward_curve, speed
 from experiments.records.make import (
     PARTS,
     ROOT,
@@ -37,6 +37,8 @@ def write() -> None:
         chains.draw(part)
     for part in filter(read_record, speed.MODELS):
         speed.draw(part)
+    if read_record(film.SEEDS[0]):
+        film.draw()
     if read_record(reward_curve.PART):
         reward_curve.draw()
     if read_record("ablations"):
@@ -136,6 +138,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ablations.papers": papers.table,
     "iterative": partial(ablations.primary_table, "iterative", "grpo"),
     "overoptimization": turns,
+    **film.TABLES,
     "bench-tiny.short": speed.table,
     "one-sentence": reward_curve.shown,
     "one-sentence.short": reward_curve.short,

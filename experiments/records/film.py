@@ -1,0 +1,326 @@
+"""The recipe `film`: reward models by their number of votes, and methods at the same KL.
+
+All seeds have the same test rows and prompts. So a value is a table of seeds by rows, both drawn at
+random, and its interval covers both draws (`Crossed`).
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.evaluation.intervals import interval_cell, outcomes, t_quantile
+from common.evaluation.records import read_scores
+from common.record.terminal import NOT_MEASURED
+from common.report import markdown
+from common.report.plots import save, style, titled_figure
+from experiments.overoptimization import plots
+from experiments.overoptimization.curves import Values, distance
+from experiments.overoptimization.measuring import Measured
+from experiments.overoptimization.summary import Point, SeedPoints, summarise, tracks_of
+from experiments.records import make
+from experiments.records.chains import over
+from experiments.sweep.effects import DPI
+
+SEEDS, BFLOAT16 = ("film-0", "film-1", "film-2"), ("film-bf16",)
+SIZES = (1, 4, 16, 64)  # of best of n
+VOTES = {"reward-250": 250, "reward-500": 500, "reward-1000": 1000, "reward": 2000}
+GOLD = "reward-gold"
+NAMES = {name: f"{votes:,} votes" for name, votes in VOTES.items()} | {
+    "reward": "2,000 votes: the proxy",
+    GOLD: "3,000 votes, other half: gold",
+}
+EVALUATIONS = {"votes": "evaluation", "means": "evaluation-means"}
+KLS = (2.0, 5.0, 10.0)  # nats per completion
+# Methods by the names of their tracks. Of GRPO each beta is a track.
+METHODS = {
+    "best of n": re.compile("best_of_n"),
+    "DPO": re.compile("dpo"),
+    "GRPO": re.compile(r"grpo beta=[\d.]+"),
+    "GRPO with rejection": re.compile(r"grpo beta=[\d.]+ num_candidates=\d+"),
+}
+COMPARED = [
+    *((method, "best of n") for method in list(METHODS)[1:]),
+    *(("GRPO", "DPO"), ("GRPO with rejection", "DPO"), ("GRPO with rejection", "GRPO")),
+]
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """The mean of (S, R) values of seeds and rows, with an interval over both.
+
+    The variance of a mean over two crossed random factors (Searle, Casella and McCulloch 1992,
+    section 4.3), with Student's quantile at Satterthwaite's degrees of freedom (1946). Of one seed
+    the interval covers the rows only.
+    """
+
+    values: Values
+
+    def interval(self, family: int = 1) -> dict[str, float]:
+        """`mean`, `low` and `high` of 95%, of a whole family of intervals together."""
+        num_seeds, num_rows = self.values.shape
+        mean = float(self.values.mean())
+        by_seed, by_row = self.values.mean(1, keepdims=True), self.values.mean(0)
+        rest = self.values - by_seed - by_row + mean
+        degrees = np.array([num_seeds - 1, num_rows - 1, (num_seeds - 1) * (num_rows - 1)])
+        squares = [num_rows * (by_seed - mean) ** 2, num_seeds * (by_row - mean) ** 2, rest**2]
+        sums = np.array([square.sum() for square in squares])
+        seeds, rows, both = sums / np.maximum(degrees, 1)  # mean squares
+        total = max(seeds + rows - both, seeds, rows)
+        weights = np.array([seeds, rows, both]) ** 2 / np.maximum(degrees, 1)
+        freedom = total**2 / weights.sum() if total else 1.0
+        half = t_quantile(freedom, family) * sqrt(total / self.values.size)
+        return {"mean": mean, "low": mean - half, "high": mean + half}
+
+    def cell(self, scale: float = 1.0, digits: int = 2) -> str:
+        """Mean and interval for a table."""
+        return interval_cell(self.interval(), scale, digits)
+
+    def difference(self, family: int) -> str:
+        """The same of a difference: a star where it excludes 0, two where those of a family do."""
+        own, together = self.interval(), self.interval(family)
+        stars = sum(not found["low"] <= 0 <= found["high"] for found in (own, together))
+        return interval_cell(own, 1, 2, sign="+") + r"\*" * stars
+
+
+def folders(parts: Sequence[str]) -> list[Path]:
+    """The folders of the recorded seeds."""
+    return [folder for part in parts for folder in sorted((make.RECORDS / part).glob("seed_*"))]
+
+
+# ---- reward models -------------------------------------------------------------------------------
+
+
+@cache
+def scores(parts: Sequence[str], rows: str) -> dict[str, Values]:
+    """Scores (S, R, 2) of the reward models and, with S = 1, of what needs no training."""
+    seeds = [read_scores(folder / EVALUATIONS[rows] / "scores.jsonl") for folder in folders(parts)]
+    used = [pair["row"] for pair in seeds[0].pairs]
+    baselines = make.read("film-baselines/scores.json")[rows]
+    found = {name: np.stack([seed.scores[name] for seed in seeds]) for name in NAMES}
+    return found | {name: np.array(own)[None, used] for name, own in baselines.items()}
+
+
+def right(values: Values) -> Crossed:
+    """Scores (S, R, 2) as the outcomes (S, R) of the pairs."""
+    return Crossed(np.stack([outcomes(seed[:, 0], seed[:, 1]) for seed in values]))
+
+
+def correlations(values: Values, others: Values) -> list[float]:
+    """Of two kinds of scores (S, R, 2) of the same sentences, a number for each seed."""
+    pairs = zip(values, np.broadcast_to(others, values.shape), strict=True)
+    return [float(np.corrcoef(a.ravel(), b.ravel())[0, 1]) for a, b in pairs]
+
+
+def reward_models(parts: Sequence[str] = SEEDS) -> str:
+    """A line for each reward model and baseline."""
+    votes, means = scores(parts, "votes"), scores(parts, "means")
+    people = means["other people"]
+    rows = [
+        [
+            NAMES.get(name, name),
+            right(votes[name]).cell(100, 1),
+            right(means[name]).cell(100, 1) if name != "other people" else NOT_MEASURED,
+            over(correlations(means[name], people)) if name != "other people" else NOT_MEASURED,
+        ]
+        for name in means
+    ]
+    heads = ["scores by", "single votes, %", "order of mean ratings, %", "correlation with them"]
+    return markdown.table(heads, rows)
+
+
+def growth(parts: Sequence[str] = SEEDS) -> str:
+    """What twice the votes add, and how alike proxy and gold are."""
+    doublings = np.log2(list(VOTES.values()))
+    far = doublings - doublings.mean()
+    votes, means = scores(parts, "votes"), scores(parts, "means")
+    by_size = np.stack([right(votes[name]).values for name in VOTES])  # (4, S, R)
+    slope = Crossed(np.tensordot(far / (far @ far), by_size, 1))
+    alike = Crossed((right(means["reward"]).values == right(means[GOLD]).values).astype(float))
+    return (
+        f"Twice the votes add {slope.cell(100, 1)} points on single votes. Proxy and gold order "
+        f"{alike.cell(100, 1)}% of the pairs by mean rating alike; over the sentences their scores "
+        f"have a correlation of {over(correlations(means['reward'], means[GOLD]))}."
+    )
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+
+@cache
+def measured(folder: Path) -> dict[str, dict[float, Measured]]:
+    """The measured policies of a seed, by method and setting; `pool` are those of SFT."""
+    found: dict[str, dict[float, Measured]] = {}
+    for file in folder.glob("frontier/seed_*/measured/*.json"):
+        method, _, setting = re.sub("_(?=beta|num)", " ", file.stem).rpartition("_")
+        record = json.loads(file.read_text())
+        del record["made_by"]
+        found.setdefault(method or "pool", {})[float(setting) if method else 0] = Measured(**record)
+    return {  # from the nearest setting to the farthest
+        method: dict(sorted(found[method].items(), reverse=method == "dpo"))
+        for method in sorted(found)
+    }
+
+
+def seed_points(folder: Path) -> SeedPoints:
+    """What the figure is made of."""
+    policies = dict(measured(folder))
+    (pool,) = policies.pop("pool").values()
+    return SeedPoints(int(folder.name.removeprefix("seed_")), pool, policies)
+
+
+@cache
+def tracks(folder: Path) -> Mapping[str, Sequence[Point]]:
+    """The points of each method."""
+    return tracks_of(seed_points(folder), SIZES)
+
+
+def gain_at(track: Sequence[Point], kl: float) -> Values | None:
+    """The gold gain (P,) of a method at a KL, linear in its root between points; None beyond them.
+
+    The first point is the SFT policy, with a KL and a gain of 0.
+    """
+    near, near_gain = 0.0, np.zeros_like(track[0]["gold_gain"])
+    for point in sorted(track, key=lambda point: point["kl"].mean()):
+        far, gain = distance(point["kl"].mean()), point["gold_gain"]
+        if near < sqrt(kl) <= far:
+            share = (sqrt(kl) - near) / (far - near)
+            return np.asarray((1 - share) * near_gain + share * gain)
+        near, near_gain = far, gain
+    return None
+
+
+def gains(parts: Sequence[str], method: str, kl: float) -> Values | None:
+    """Gold gains (S, P) of a method at a KL: the mean over tracks that reach it on all seeds."""
+    seeds = [tracks(folder) for folder in folders(parts)]
+    names = [name for name in seeds[0] if METHODS[method].fullmatch(name)]
+    by_track = [[gain_at(seed[name], kl) for seed in seeds] for name in names]
+    reached = [np.array(own, float) for own in by_track if not any(v is None for v in own)]
+    return np.mean(reached, axis=0) if reached else None
+
+
+def at_kls(parts: Sequence[str] = SEEDS) -> str:
+    """The gold gain of each method at each KL."""
+    rows = []
+    for method in METHODS:
+        found = [gains(parts, method, kl) for kl in KLS]
+        cells = [NOT_MEASURED if own is None else Crossed(own).cell() for own in found]
+        rows.append([method, *cells])
+    return markdown.table(["gold gain over SFT", *(f"KL {kl:g}" for kl in KLS)], rows)
+
+
+def differences(parts: Sequence[str] = SEEDS) -> str:
+    """Differences of methods at the same KL, the same seed and prompt."""
+    found = {}
+    for pair in COMPARED:
+        for kl in KLS:
+            own, other = (gains(parts, method, kl) for method in pair)
+            if own is not None and other is not None:
+                found[pair, kl] = Crossed(own - other)
+    rows = [
+        [
+            " - ".join(pair),
+            *(
+                found[pair, kl].difference(len(found)) if (pair, kl) in found else NOT_MEASURED
+                for kl in KLS
+            ),
+        ]
+        for pair in COMPARED
+    ]
+    return markdown.table(["difference", *(f"KL {kl:g}" for kl in KLS)], rows)
+
+
+# ---- texts ---------------------------------------------------------------------------------------
+
+
+def farthest(folder: Path) -> dict[str, tuple[Measured, list[int]]]:
+    """The farthest policy of each method, and which completion of each prompt is looked at."""
+    policies = measured(folder)
+    (pool,) = policies["pool"].values()
+    first = [0] * len(pool.texts)
+    found = {"SFT": (pool, first), "best of 64": (pool, pool.proxy.argmax(1).tolist())}
+    for method, settings in policies.items():
+        if method != "pool":
+            setting, policy = list(settings.items())[-1]
+            found[f"{plots.title(method)}, {plots.setting(method)} {setting:g}"] = (policy, first)
+    return found
+
+
+def distinct(texts: Sequence[str], n: int) -> float:
+    """Distinct n-grams of words, as a share of all in the texts (Li et al. 2016)."""
+    words = [text.split() for text in texts]
+    grams = [tuple(own[i : i + n]) for own in words for i in range(len(own) - n + 1)]
+    return len(set(grams)) / len(grams)
+
+
+def texts(parts: Sequence[str] = SEEDS) -> str:
+    """What the farthest policies write: one completion of each prompt."""
+    heads = [
+        "policy",
+        "KL",
+        "gold",
+        "tokens",
+        "distinct words, %",
+        "pairs, %",
+        "log-prob per token",
+    ]
+    rows: dict[str, list[list[float]]] = {}
+    for folder in folders(parts):
+        for name, (policy, chosen) in farthest(folder).items():
+            at = (np.arange(len(chosen)), chosen)
+            own = [policy.texts[i][k] for i, k in enumerate(chosen)]
+            kl = float(policy.log_ratio.mean()) if name != "best of 64" else float("nan")
+            values = [kl, *(float(v[at].mean()) for v in (policy.gold, policy.lengths))]
+            values += [100 * distinct(own, 1), 100 * distinct(own, 2)]
+            rows.setdefault(name, []).append([*values, float(policy.fluency[at].mean())])
+    digits = (2, 2, 1, 0, 0, 2)
+    cells = [
+        [name, *(f"{value:.{n}f}" for value, n in zip(np.mean(own, 0), digits, strict=True))]
+        for name, own in rows.items()
+    ]
+    return markdown.table(heads, [[c.replace("nan", NOT_MEASURED) for c in row] for row in cells])
+
+
+def samples(parts: Sequence[str] = SEEDS[:1], number: int = 6) -> str:
+    """Completions of the first test prompts by the farthest policies."""
+    (folder,) = folders(parts)
+    rows = [
+        [policy.prompts[i] if name == "SFT" else "", name, policy.texts[i][chosen[i]].strip()]
+        for i in range(number)
+        for name, (policy, chosen) in farthest(folder).items()
+    ]
+    return markdown.table(["prompt", "policy", "completion"], rows)
+
+
+def draw() -> Path:
+    """Gold reward over KL, and over the proxy's."""
+    results: dict[str, Any] = summarise([seed_points(own) for own in folders(SEEDS)], SIZES)
+    with style():
+        figure = titled_figure("", 5, 8)
+        for axes, name in zip(figure.subplots(2, 1), ("kl", "proxy"), strict=True):
+            plots.draw_gold_over(axes, results, name)
+        return save(figure, make.ROOT / "assets" / "film.png", DPI)
+
+
+def shown() -> str:
+    """The figure."""
+    return "![Gold reward over KL and over the proxy reward](../assets/film.png)"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "film-0.reward_models": reward_models,
+    "film-0.growth": growth,
+    "film-0.shown": shown,
+    "film-0.at_kls": at_kls,
+    "film-0.differences": differences,
+    "film-0.texts": texts,
+    "film-0.samples": samples,
+    "film-bf16.reward_models": partial(reward_models, BFLOAT16),
+    "film-bf16.at_kls": partial(at_kls, BFLOAT16),
+}

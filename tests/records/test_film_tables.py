@@ -1,0 +1,163 @@
+"""Claim: the tables of the recipe `film` say what its records hold, with intervals that cover.
+
+Targets: Student's intervals where one factor varies, coverage by simulation, and records written
+by hand.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.records import film, make
+
+SEEDS = 3
+PROMPTS = 8
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_interval_is_students_where_one_factor_varies(axis):
+    values = np.random.default_rng(0).normal(size=5)
+    table = np.repeat(values[:, None], 7, axis=1) if axis == 0 else np.repeat(values[None], 7, 0)
+    half = stats.t.ppf(0.975, 4) * values.std(ddof=1) / np.sqrt(5)
+    found = film.Crossed(table).interval()
+    assert found["mean"] == pytest.approx(values.mean())
+    assert (found["low"], found["high"]) == pytest.approx(
+        (values.mean() - half, values.mean() + half)
+    )
+    alone = film.Crossed(values[None]).interval()
+    assert alone["high"] == pytest.approx(values.mean() + half)
+    five = film.Crossed(table).interval(family=5)
+    assert five["high"] - found["mean"] == pytest.approx(
+        half * stats.t.ppf(1 - 0.025 / 5, 4) / stats.t.ppf(0.975, 4)
+    )
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.1, 1.0, 1.0), (1.0, 0.1, 1.0)])
+def test_interval_covers_as_often_as_it_says(scales):
+    generator, covered = np.random.default_rng(1), []
+    for _ in range(1000):
+        seeds, rows, rest = (
+            scale * generator.normal(size=s)
+            for scale, s in zip(scales, [(3, 1), (1, 40), (3, 40)], strict=True)
+        )
+        found = film.Crossed(seeds + rows + rest).interval()
+        covered.append(found["low"] < 0 < found["high"])
+    assert np.mean(covered) > 0.93
+
+
+def test_gain_at_a_kl_lies_between_its_points():
+    def point(kl: float, gain: float) -> dict[str, object]:
+        return {"kl": np.array([kl - 0.5, kl + 0.5]), "gold_gain": np.array([gain, -gain])}
+
+    track = [point(9, 4), point(1, 2)]  # in any order
+    for kl, gain in ((0.25, 1.0), (1.0, 2.0), (4.0, 3.0), (9.0, 4.0)):
+        np.testing.assert_allclose(film.gain_at(track, kl), [gain, -gain])
+    assert film.gain_at(track, 9.1) is None
+
+
+def test_distinct_words_and_pairs():
+    texts = ["a b a b", "a c"]
+    assert film.distinct(texts, 1) == 3 / 6
+    assert film.distinct(texts, 2) == 3 / 4
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three seeds: the gold gain of DPO is the root of its KL, that of GRPO twice as much."""
+    monkeypatch.setattr(make, "RECORDS", tmp_path)
+    for function in (film.scores, film.measured, film.tracks):
+        function.cache_clear()
+    for seed in range(SEEDS):
+        folder = tmp_path / f"film-{seed}" / f"seed_{seed}"
+        save_scores(folder, seed)
+        save_policies(folder / "frontier" / f"seed_{seed}" / "measured", seed)
+    baselines = {"lexicon": [[1, 0], [0, 0]], "ridge": [[1, 0], [0, 1]]}
+    rows = baselines | {"other people": [[2, -1], [1, 0]]}
+    (tmp_path / "film-baselines").mkdir()
+    text = json.dumps({"votes": rows, "means": rows})
+    (tmp_path / "film-baselines" / "scores.json").write_text(text)
+    return tmp_path
+
+
+def save_scores(folder: Path, seed: int) -> None:
+    """Both pairs right from 1,000 votes on, before that the second one wrong."""
+    for name in film.EVALUATIONS.values():
+        path = folder / name / "scores.jsonl"
+        path.parent.mkdir(parents=True)
+        first, second = [2 + seed, -1], [1, 0]
+        scores = {name: [first, second] for name in film.NAMES}
+        scores |= {name: [first, second[::-1]] for name in ("reward-250", "reward-500")}
+        lines = [{"row": i, "scores": {n: s[i] for n, s in scores.items()}} for i in range(2)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def save_policies(folder: Path, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    start = generator.normal(size=PROMPTS)
+    proxy = generator.normal(size=(PROMPTS, 64))
+    write(folder / "pool.json", 0 * proxy, np.repeat(start[:, None], 64, 1), proxy)
+    for name, factor in (("dpo", 1), ("grpo_beta=0.1", 2), ("grpo_beta=0.1_num_candidates=8", 2)):
+        for setting, kl in ((10, 1.0), (20, 4.0 if name != "dpo" else 0.25)):
+            gold = start + factor * kl**0.5
+            shape = np.ones((PROMPTS, 2))
+            write(folder / f"{name}_{setting}.json", kl * shape, gold[:, None] * shape, shape)
+
+
+def write(path: Path, kl: np.ndarray, gold: np.ndarray, proxy: np.ndarray) -> None:
+    number = proxy.shape[1]
+    prompts = [f"Film review: number {i}" for i in range(PROMPTS)]
+    texts = [[f" {path.stem} {k}" for k in range(number)] for _ in prompts]
+    values = {"gold": gold, "proxy": proxy, "log_ratio": kl, "lengths": 0 * gold + 5}
+    lists = {name: value.tolist() for name, value in values.items()}
+    lists |= {"fluency": lists["log_ratio"], "prompts": prompts, "texts": texts}
+    path.write_text(json.dumps({"made_by": {}} | lists))
+
+
+def cells(table: str) -> dict[str, list[str]]:
+    return {row[0]: row[1:] for row in make.cells(table)}
+
+
+def test_reward_models_are_compared_on_the_same_pairs(records):
+    found = cells(film.reward_models())
+    assert found["250 votes"][0].startswith("50.0 [")
+    assert found["3,000 votes, other half: gold"][1] == "100.0 [100.0, 100.0]"
+    assert found["lexicon"][1].startswith("75.0 [")
+    assert found["other people"][1:] == ["–", "–"]
+    scores = np.array([[2 + s, -1, 1, 0] for s in range(SEEDS)])
+    correlation = np.mean([np.corrcoef(own, [2, -1, 1, 0])[0, 1] for own in scores])
+    assert found["ridge"][2] == f"{np.corrcoef([1, 0, 0, 1], [2, -1, 1, 0])[0, 1]:.2f}"
+    assert found["1,000 votes"][2].startswith(f"{correlation:.2f} [")
+    # 0.5, 0.5, 1, 1 at 0, 1, 2, 3 doublings
+    assert film.growth().startswith("Twice the votes add 20.0 [")
+
+
+def test_methods_are_compared_at_the_same_kl(records):
+    found = cells(film.at_kls())
+    assert found["GRPO"][0].startswith("2.83 [")
+    assert found["GRPO"][1:] == ["–", "–"]  # it reaches 4 nats
+    assert found["DPO"] == ["–", "–", "–"]  # it reaches 1
+    between = cells(film.differences())
+    assert between["GRPO with rejection - GRPO"] == ["+0.00 [+0.00, +0.00]", "–", "–"]
+    assert between["GRPO - best of n"][0].endswith(r"\*\*")
+    assert between["GRPO - DPO"] == ["–", "–", "–"]
+
+
+def test_texts_and_samples_are_those_of_the_farthest_policies(records, tmp_path, monkeypatch):
+    lines = cells(film.texts())
+    assert lines["DPO over beta, beta 10"][0] == "1.00"  # the smallest beta is the farthest
+    assert lines["GRPO, beta=0.1, step 20"][0] == "4.00"
+    assert lines["best of 64"][0] == "–"
+    assert lines["SFT"][2] == "5.0"
+    rows = make.cells(film.samples())
+    assert len(rows) == 1 + 6 * 5
+    assert rows[1] == ["Film review: number 0", "SFT", "pool 0"]
+    best = np.random.default_rng(0)
+    best.normal(size=PROMPTS)
+    chosen = best.normal(size=(PROMPTS, 64)).argmax(1)[0]
+    assert rows[2] == ["", "best of 64", f"pool {chosen}"]
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    assert film.draw().read_bytes().startswith(b"\x89PNG")
