@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from stages_here import run_here
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from assets.recipes.film import baselines
 from common.config.parser import parse
 from common.record.jsonl import read_jsonl
 from experiments import replicate, stages
@@ -54,6 +56,7 @@ def package() -> bytes:
         add(archive, "h/movieReviewSnippets_GroundTruth.txt", "".join(lines).encode())
         add(archive, "h/movieReviewSnippets_anonDataRatings.txt", "".join(ratings).encode())
     with tarfile.open(fileobj=outer, mode="w:gz") as archive:
+        add(archive, "v/vaderSentiment/vader_lexicon.txt", b"good\t1.9\t0.5\t[]\n3\t-1\t0\t[]\n")
         add(archive, "v/additional_resources/hutto_ICWSM_2014.tar.gz", inner.getvalue())
     return outer.getvalue()
 
@@ -103,6 +106,35 @@ def test_rows_are_votes_on_sentences_of_one_split(folder):
         means = [np.mean(RATINGS[row[name].strip()]) for name in ("chosen", "rejected")]
         assert means == [row["chosen_mean"], row["rejected_mean"]]
         assert means[0] > means[1]
+
+
+def test_baselines_score_the_test_rows(folder):
+    baselines.main("v.tar.gz", "baselines")
+    found = json.loads(Path("baselines/scores.json").read_text())
+    train = rows("sft/train")
+    texts = [(row["prompt"] + row["completion"]).removeprefix("Film review: ") for row in train]
+    pairs = rows("means/test")
+    for part, name in (("votes", "proxy"), ("means", "means")):
+        expected = [[row["chosen_mean"], row["rejected_mean"]] for row in rows(f"{name}/test")]
+        assert found[part]["other people"] == expected
+        assert found[part]["lexicon"] == [[1.9, 1.9]] * len(expected)
+    # Every term of the training sentences, by the normal equations
+    counts = [Counter(baselines.terms(text)) for text in texts]
+    known = [t for t in set().union(*counts) if sum(t in own for own in counts) > 1]
+    seen = np.array([sum(t in own for own in counts) for t in known])
+    idf = np.log((1 + len(texts)) / (1 + seen)) + 1
+
+    def features(text: str) -> np.ndarray:
+        own = Counter(baselines.terms(text))
+        row = np.array([own[term] for term in known]) * idf
+        return row / np.linalg.norm(row)
+
+    x = np.stack([features(text) for text in texts])
+    y = np.array([row["mean_rating"] for row in train])
+    weights = np.linalg.solve(x.T @ x + np.eye(len(known)), x.T @ (y - y.mean()))
+    for row, scores in zip(pairs, found["means"]["ridge"], strict=True):
+        for side, score in zip(("chosen", "rejected"), scores, strict=True):
+            assert score == pytest.approx(y.mean() + features(row[side]) @ weights, abs=1e-5)
 
 
 def test_what_policies_wrote_is_measured_as_plain_transformers_measures_it(folder, monkeypatch):
