@@ -2,6 +2,7 @@
 # make test    lint, types, every test
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 13 minutes)
+# make quality   the demo's chain by TRL and by the scripts: minutes, and how good it is (2 GB)
 # make conformance   every objective against TRL, verl, OpenRLHF and torchrl, on golden cases (2 GB)
 # make replicate RECIPE=tldr-gpt2   a recipe for several seeds, beside what others have published
 # make sweep   what each detail of the papers matters on the embedded task, over seeds
@@ -43,7 +44,7 @@ DEMO := assets/recipes/demo
 RUN = exec env OMP_NUM_THREADS=$(THREADS)
 LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo overoptimization replicate results sweep test test-vllm bench conformance setup clean
+.PHONY: demo overoptimization replicate results sweep test test-vllm bench quality conformance setup clean
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
@@ -77,6 +78,9 @@ results: setup $(if $(filter conformance,$(or $(PARTS),conformance)),$(CONFORMAN
 
 bench: $(BENCH_VENV)/.installed
 	$(RUN) $(BENCH_VENV)/bin/python -m experiments.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
+
+quality: $(BENCH_VENV)/.installed
+	$(RUN) $(BENCH_VENV)/bin/python -m experiments.bench.quality
 
 conformance: $(CONFORMANCE_VENV)/.installed
 	$(RUN) $(CONFORMANCE_VENV)/bin/python -m experiments.conformance

@@ -122,6 +122,12 @@ PARTS = {
     "bench-gpt2-small": Part(
         "experiments.bench --model gpt2-small --rounds 1 --resume", BENCH, "output/bench/gpt2-small"
     ),
+    "bench-quality": Part(
+        "experiments.bench.quality",
+        BENCH,
+        "output/bench/quality",
+        python=".venv-bench/bin/python",
+    ),
     "conformance": Part(
         "experiments.conformance", ("printed.md",), python=".venv-conformance/bin/python"
     ),

@@ -145,6 +145,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "one-sentence.differences": reward_curve.differences,
     "bench-tiny": partial(speed.against_trl, "bench-tiny"),
     "bench-gpt2-small": partial(speed.against_trl, "bench-gpt2-small"),
+    "bench-quality": partial(printed, "bench-quality/table.md"),
     "conformance": partial(printed, "conformance/printed.md"),
     "plans": plans,
     "variants": variants,
