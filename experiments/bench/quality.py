@@ -87,7 +87,9 @@ def chain(side: str, folder: Path, seed: int, max_steps: int) -> Values:
         words += ["--reward_models", str(folder / "reward" / "model")]
         processes.run([*LAUNCHER, *words], folder / "evaluation.log", threads=1)
     systems = json.loads(judgement.read_text())["systems"]
-    judged = {system["path"]: system for system in systems}
+    # Of a checkpoint of ours the folder `model` in it is judged
+    judged = {str(Path(system["path"]).parent): system for system in systems}
+    judged |= {system["path"]: system for system in systems}
     return {stage: outcomes(stage, folder, runs, judged) for stage in STAGES}
 
 
