@@ -57,7 +57,8 @@ def last_values(kept: Path, models: Path, command: str, change: Exercise | None)
     if kept.is_file():
         return dict(json.loads(kept.read_text()))
     with tempfile.TemporaryDirectory() as name:
-        tree, values = Path(name), {}
+        tree = Path(name)
+        values: dict[str, Any] = {}
         for path in (*ROOT.glob("*.py"), ROOT / "common", ROOT / "assets" / "recipes"):
             copy = shutil.copytree if path.is_dir() else shutil.copyfile
             (tree / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
