@@ -131,6 +131,11 @@ PARTS = {
     "conformance": Part(
         "experiments.conformance", ("printed.md",), python=".venv-conformance/bin/python"
     ),
+    "exercises": Part(
+        "experiments.exercises --models output/demo/seed_0 --output_dir {out}",
+        ("printed.md",),
+        needs=TRAINED,
+    ),
     "plans": Part("experiments.plan.against_run", ("printed.md",)),
     "variants": Part("tests.variants", ("printed.md",)),
     "kills": Part("tests.fault_drill --kills 50", ("printed.md",)),

@@ -13,6 +13,7 @@ from functools import partial
 
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
+from experiments.exercises import questions
 from experiments.overoptimization.page import fallen
 from experiments.overoptimization.plots import draw_curves
 from experiments.records import ablations, chains, film, papers, reward_curve, speed
@@ -54,7 +55,7 @@ def filled(text: str, *, is_in_docs: bool = True) -> str:
     Raises:
         KeyError: a place has the name of no table.
     """
-    named = {"records"} if is_in_docs else {"records", *PARTS}
+    named = {"records", "questions"} if is_in_docs else {"records", *PARTS}
 
     def table(place: re.Match[str]) -> str:
         begin, name, _, end = place.groups()
@@ -147,6 +148,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-gpt2-small": partial(speed.against_trl, "bench-gpt2-small"),
     "bench-quality": partial(printed, "bench-quality/table.md"),
     "conformance": partial(printed, "conformance/printed.md"),
+    "questions": questions,
+    "exercises": partial(printed, "exercises/printed.md"),
     "plans": plans,
     "variants": variants,
     "kills": kills,

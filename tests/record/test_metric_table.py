@@ -2,14 +2,17 @@
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
+from mistakes import STAGES
 from ranks import run_stages
 
 import evaluate
 from common.config.parser import parse
 from common.record.glossary import METRICS
 from common.record.jsonl import read_jsonl
+from experiments.stages import config_class
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOSSARY = ROOT / "docs" / "metrics.md"
@@ -41,6 +44,15 @@ def test_every_metric_has_a_row_with_unit_formula_and_a_sentence() -> None:
     for name, (_, _, definition) in rows.items():
         assert definition[0].isupper() or definition[0] == "`" or definition[0].isdigit(), name
         assert definition.endswith("."), name
+
+
+def test_the_page_of_symptoms_names_flags_and_metrics_that_exist() -> None:
+    text = (ROOT / "docs" / "symptoms.md").read_text()
+    flags = {f.name for stage in STAGES for f in fields(config_class(stage))}
+    assert set(re.findall(r"`--(\w+)", text)) <= flags
+    looked_at = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")][1:]
+    metrics = {name for cell in looked_at for name in re.findall(r"`([\w/<>]+)`", cell)}
+    assert metrics <= set(METRICS)
 
 
 def test_what_evaluation_writes_of_a_system_is_in_the_table(

@@ -1,0 +1,103 @@
+"""One-line changes of the code: what a stage measures before and after each.
+
+    python -m experiments.exercises        # all, on a CPU 8 minutes after `make demo`
+    python -m experiments.exercises 1 5    # some
+
+Each change is made in a copy of the code, on the models of the demo. `docs/reading.md` has the
+questions. What was measured is kept in `output_dir`, so the same command resumes.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.record.run_folder import read_metrics
+from common.record.terminal import format_number
+from experiments.stages import exit_with_status
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "assets" / "recipes" / "exercises" / "demo.yaml"
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A line of a file, what it becomes, and the run that shows the effect."""
+
+    file: str
+    old: str  # stands once in the file
+    new: str
+    command: str  # of a stage, by its name in `COMMANDS`
+    metrics: tuple[str, ...]
+    question: str
+
+
+COMMANDS: dict[str, str] = yaml.safe_load(FILE.read_text())["commands"]
+EXERCISES = [Exercise(**entry) for entry in yaml.safe_load(FILE.read_text())["exercises"]]
+
+
+def questions() -> str:
+    """The exercises as a numbered list, each with its line and its command."""
+    return "\n".join(
+        f"{number}. `{one.file}`: `{one.old}` becomes `{one.new}`. {one.question}\n"
+        f"   `python {COMMANDS[one.command]}`"
+        for number, one in enumerate(EXERCISES, start=1)
+    )
+
+
+def last_values(kept: Path, models: Path, command: str, change: Exercise | None) -> dict[str, Any]:
+    """Last value of each metric of a run by a copy of the code, which `kept` then has."""
+    if kept.is_file():
+        return dict(json.loads(kept.read_text()))
+    with tempfile.TemporaryDirectory() as name:
+        tree = Path(name)
+        values: dict[str, Any] = {}
+        for path in (*ROOT.glob("*.py"), ROOT / "common", ROOT / "assets" / "recipes"):
+            copy = shutil.copytree if path.is_dir() else shutil.copyfile
+            (tree / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+            copy(path, tree / path.relative_to(ROOT))
+        (tree / "output").mkdir()
+        (tree / "output" / "demo").symlink_to(models.resolve())
+        if change:
+            code = tree / change.file
+            code.write_text(code.read_text().replace(change.old, change.new))
+        words = [*command.split(), "--output_dir", "output/run"]
+        run = subprocess.run([sys.executable, *words], cwd=tree, capture_output=True, text=True)
+        if run.returncode:
+            sys.exit(run.stderr)
+        for line in read_metrics(tree / "output" / "run"):
+            values |= line
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(values))
+    return values
+
+
+def main() -> None:
+    """Run exercises, and print a line of a table for each metric."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    every = range(1, len(EXERCISES) + 1)
+    parser.add_argument("numbers", nargs="*", type=int, help=f"{every[0]} to {every[-1]}; all")
+    parser.add_argument("--models", type=Path, default=ROOT / "output" / "demo", help="demo's runs")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "output" / "exercises")
+    flags = parser.parse_args()
+    print("| exercise | metric | before | after |\n|---|---|---|---|", flush=True)
+    for number in flags.numbers or every:
+        one = EXERCISES[number - 1]
+        before, after = (
+            last_values(flags.output_dir / f"{name}.json", flags.models, COMMANDS[one.command], to)
+            for name, to in ((one.command, None), (f"{number}", one))
+        )
+        for name in one.metrics:
+            cells = (format_number(values[name]) for values in (before, after))
+            print(f"| {number} | `{name}` | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    exit_with_status(main)

@@ -1,0 +1,71 @@
+"""Claim: every exercise changes one line that is there, and its row is of a metric that is logged.
+
+`test_tables.py` compares `docs/reading.md` with the questions and with the record.
+"""
+
+import ast
+import json
+import sys
+
+import pytest
+
+from common.config.parser import parse
+from common.record.glossary import METRICS
+from experiments import exercises
+from experiments.exercises import COMMANDS, EXERCISES, ROOT, Exercise
+from experiments.records.make import cells, printed
+from experiments.stages import config_class
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.new)
+def test_the_line_is_there_once_and_the_change_is_python(exercise: Exercise):
+    code = (ROOT / exercise.file).read_text()
+    assert code.count(exercise.old) == 1
+    assert "\n" not in exercise.old + exercise.new
+    ast.parse(code.replace(exercise.old, exercise.new))
+    assert set(exercise.metrics) <= set(METRICS)
+
+
+def test_every_command_is_valid_and_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    assert {exercise.command for exercise in EXERCISES} == COMMANDS.keys()
+    for command in COMMANDS.values():
+        script, *words = command.split()
+        parse(config_class(script), [*words, "--output_dir", "unused"])
+
+
+def test_the_record_has_every_metric_of_every_exercise():
+    _, *rows = cells(printed("exercises/printed.md"))
+    assert [(number, name.strip("`")) for number, name, *_ in rows] == [
+        (str(number), name)
+        for number, exercise in enumerate(EXERCISES, start=1)
+        for name in exercise.metrics
+    ]
+
+
+def test_a_change_is_made_in_a_copy_and_its_last_values_are_kept(tmp_path, monkeypatch, capsys):
+    """Runs of a script that prints a number in a module, in the place of a stage."""
+    (tmp_path / "common").mkdir()
+    (tmp_path / "assets" / "recipes").mkdir(parents=True)
+    (tmp_path / "common" / "number.py").write_text("NUMBER = 2\n")
+    (tmp_path / "stage.py").write_text(
+        "import json, pathlib, sys\n"
+        "from common.number import NUMBER\n"
+        "run = pathlib.Path(sys.argv[2])\n"
+        "run.mkdir()\n"
+        "lines = ({'step': step, 'loss': NUMBER * step} for step in (1, 2))\n"
+        "(run / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\\n' for x in lines))\n"
+    )
+    change = Exercise("common/number.py", "NUMBER = 2", "NUMBER = 5", "stage", ("loss",), "Why?")
+    monkeypatch.setattr(exercises, "ROOT", tmp_path)
+    monkeypatch.setattr(exercises, "EXERCISES", [change])
+    monkeypatch.setattr(exercises, "COMMANDS", {"stage": "stage.py"})
+    words = ["--models", str(tmp_path), "--output_dir", str(tmp_path / "kept")]
+    monkeypatch.setattr(sys, "argv", ["exercises", *words])
+    exercises.main()
+    assert capsys.readouterr().out.splitlines()[2:] == ["| 1 | `loss` | 4 | 10 |"]
+    assert json.loads((tmp_path / "kept" / "1.json").read_text())["loss"] == 10
+    assert (tmp_path / "common" / "number.py").read_text() == "NUMBER = 2\n"
+    (tmp_path / "stage.py").unlink()  # both runs are finished
+    exercises.main()
+    assert capsys.readouterr().out.splitlines()[2:] == ["| 1 | `loss` | 4 | 10 |"]

@@ -1,0 +1,122 @@
+"""Claim: a typed prompt reaches the model in the form that its run trained on, and ends cleanly."""
+
+import io
+import json
+import sys
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.record.terminal import run_command
+from common.text.chat import rendered
+from common.text.tokenise import load_examples
+from experiments import chat
+
+POST = "My aunt stole my piano. I want money."
+SAMPLE = "SUBREDDIT: r/tifu\n\nTITLE: My violin\n\nPOST: Somebody sold my violin.\n\nTL;DR:"
+IN_FORM = f"SUBREDDIT: r/tifu\n\n{chat.TITLE}\n\nPOST: {POST}\n\nTL;DR:"
+MESSAGES = [{"role": "user", "content": POST}]
+
+
+def tokenizer_of(folder, template):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def sample_of(tokenizer):
+    """A prompt in the samples of a run on conversations."""
+    asked = [{"role": "user", "content": "Why?"}]
+    return rendered(tokenizer, asked, {"add_generation_prompt": True})
+
+
+@pytest.mark.parametrize(
+    ("template", "trained_on", "typed", "expected"),
+    [
+        (None, "texts", POST, IN_FORM),
+        (None, "texts", IN_FORM, IN_FORM),  # in its form already
+        (None, "", POST, POST),  # no run is known
+        (tiny.CHATML, "messages", POST, MESSAGES),
+        (tiny.CHATML, "", POST, MESSAGES),
+        (tiny.CHATML, "texts", POST, IN_FORM),  # of a chat model trained on texts
+    ],
+)
+def test_ids_are_those_that_a_stage_reads(
+    tmp_path, tokenizer_folder, template, trained_on, typed, expected
+):
+    tokenizer = tokenizer_of(tokenizer_folder, template)
+    sample = sample_of(tokenizer) if trained_on == "messages" else SAMPLE if trained_on else ""
+    file = tiny.write_rows(tmp_path / "train.jsonl", [{"prompt": expected}])
+    config, vocabulary = tiny.train_config(max_prompt_length=128), tiny.vocabulary(of=tokenizer)
+    (example,) = load_examples(config, str(file), "train", "prompts", vocabulary)
+    assert chat.prompt_ids(typed, sample, tokenizer) == example.prompt_ids
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tokenizer_folder):
+    """Model folders of two runs: one on texts, one on conversations."""
+    paths = []
+    for seed, template in enumerate([None, tiny.CHATML]):
+        path = tmp_path_factory.mktemp("run") / "model"
+        tokenizer = tokenizer_of(tokenizer_folder, template)
+        shape = {"vocab_size": len(tokenizer), "n_positions": 192}
+        tiny.causal_lm("gpt2", seed=seed, is_plain=True, **shape).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        path.with_name("config.yaml").write_text("max_completion_length: 12\n")
+        sample = {"prompt": sample_of(tokenizer) if template else SAMPLE}
+        path.with_name("samples.jsonl").write_text(json.dumps(sample) + "\n")
+        paths.append(path)
+    return paths
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """What the command prints, of the text that is piped into it and its arguments."""
+
+    def run(piped, *words):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+        monkeypatch.setattr(sys, "argv", ["chat", *map(str, words)])
+        run_command(chat.main)
+        return capsys.readouterr()
+
+    return run
+
+
+def greedy(folder, sample):
+    """The most likely completion, by transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([chat.prompt_ids(POST, sample, tokenizer)])
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    generate = partial(lm.generate, attention_mask=torch.ones_like(ids), pad_token_id=1)
+    new = generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
+    return tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_both_models_complete_each_line_until_an_empty_one(folders, printed):
+    first, second = folders
+    words = (first, "--compare", second, "--temperature", 0)
+    out = printed(f"{POST}\n\n{POST}\n", *words).out
+    completions = [greedy(path, sample) for path, sample in ((first, SAMPLE), (second, ""))]
+    assert completions[0] != completions[1]
+    assert out == (
+        f"\nprompt: [{first}]\n{completions[0]}\n[{second}]\n{completions[1]}\n\nprompt: "
+    )
+
+
+def test_samples_follow_from_the_seed_alone(folders, printed):
+    """At the end of the input, as after Ctrl-D, the command returns."""
+    runs = [printed(f"{POST}\n{POST}", folders[0], "--seed", seed).out for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0].count(f"[{folders[0]}]") == 2
+
+
+def test_what_is_no_policy_or_too_long_is_one_sentence(tmp_path, folders, printed, capsys):
+    out = printed(f"{'word ' * 200}\n", folders[0]).out
+    assert "tokens, too many for 192 positions." in out
+    with pytest.raises(SystemExit) as stopped:
+        printed(f"{POST}\n", tmp_path)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: the folder '{tmp_path}' holds no tokenizer.\n"
