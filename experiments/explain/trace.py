@@ -1,0 +1,133 @@
+"""What a script's functions are called with, and return, in its first optimiser step.
+
+The script's own `main` runs. While it does, the named functions are replaced by wrappers that call
+them and keep their arguments and results; nothing is computed a second time. When the step ends,
+the same forward passes run again on the updated weights, and `main` is left.
+"""
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from common.run import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class StepDone(Exception):  # noqa: N818 - leaves a script after its first step
+    """The step that is explained has ended."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a traced function."""
+
+    arguments: dict[str, Any]  # by name
+    result: Any
+    caller: str  # the function of the project that called it
+
+
+@dataclass
+class Trace:
+    """The calls of a step by the function's name, in order, and the forward passes after it."""
+
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    after: list[Tensor] = field(default_factory=list)  # (B, C), or rewards (B,)
+
+    def of(self, function: str, caller: str = "") -> list[Call]:
+        """The calls of a function, by default from everywhere."""
+        calls = self.calls.get(function, [])
+        return [call for call in calls if caller in ("", call.caller)]
+
+    @property
+    def forwards(self) -> list[Call]:
+        """The forward passes whose backward pass gave the gradient, one of each micro-batch."""
+        return [call for call in self.of("forward") if scores_of(call).requires_grad]
+
+    @property
+    def batches(self) -> list[Any]:
+        """The micro-batches of the step."""
+        return [call.arguments["batch"] for call in self.forwards]
+
+
+def scores_of(forward: Call) -> Tensor:
+    """Log-probs (B, C) of a policy's forward pass, or rewards (B,) of a reward model's."""
+    scores: Tensor = getattr(forward.result, "token_logps", forward.result)
+    return scores
+
+
+def trace_step(main: Callable[[Any], None], config: Any, functions: Sequence[str]) -> Trace:
+    """Run a script's `main` for one step, and trace the functions, by their dotted names."""
+    trace = Trace()
+
+    def end_step(run: Run, *_: Any, **__: Any) -> None:
+        with torch.no_grad():
+            for call in trace.forwards.copy():
+                inputs = {name: value for name, value in call.arguments.items() if name != "self"}
+                scores = run.module(**inputs)
+                trace.after.append(getattr(scores, "token_logps", scores))
+        raise StepDone
+
+    with recording(trace, functions), mock.patch.object(Run, "end_step", end_step):
+        with suppress(StepDone):
+            main(config)
+    return trace
+
+
+@contextmanager
+def recording(trace: Trace, functions: Sequence[str]) -> Iterator[None]:
+    """Replace the functions, in every module of the project that has them."""
+    with ExitStack() as patches:
+        for name in functions:
+            owner, function = find(name)
+            replacement = recorder(function, trace)
+            modules = [sys.modules[name] for name in [*sys.modules] if is_ours(name)]
+            for place in [owner] if inspect.isclass(owner) else modules:
+                for attribute, value in [*vars(place).items()]:
+                    if value is function:
+                        patches.enter_context(mock.patch.object(place, attribute, replacement))
+        yield
+
+
+def is_ours(module: str) -> bool:
+    """Whether a module is a script or in `common/`, by its name."""
+    return module.startswith(("common.", "train_"))
+
+
+def find(name: str) -> tuple[Any, Any]:
+    """The module or class, and the function in it, of a dotted name."""
+    path, _, last = name.rpartition(".")
+    try:
+        owner: Any = importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, class_name = path.rpartition(".")
+        owner = getattr(importlib.import_module(module), class_name)
+    return owner, vars(owner)[last]
+
+
+def recorder(function: Any, trace: Trace) -> Any:
+    """A function that calls another one and adds the call to the trace."""
+    calls = trace.calls.setdefault(function.__name__, [])
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back and not is_ours(frame.f_globals["__name__"]):
+            frame = frame.f_back
+        result = function(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        calls.append(Call(arguments, result, frame.f_code.co_name))
+        return result
+
+    return wrapper
