@@ -4,6 +4,7 @@ What a function of the script returned is taken as it is. Only what no function 
 here, from what was traced: a mean and a standard deviation, sigmoids, sums and differences.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def groups_of(trace: Trace, batch: AnyBatch) -> Sequence[data.PromptGroup]:
 
 
 def layout_of(batch: AnyBatch, vocabulary: Vocabulary) -> Record:
-    """A batch's ids and positions, flattened, and a letter for each: prompt, completion, stop, -."""
+    """Ids and positions of a batch, flattened; a letter for the kind of each, - for padding."""
     ids, lengths = batch.input_ids, batch.completion_mask.sum(1).tolist()
     kinds = torch.full(ids.shape, ord("p"))
     if isinstance(batch, PaddedBatch):
@@ -115,8 +116,8 @@ def moved(record: Record, logps: Tensor, after: Tensor) -> Record:
     """How far tokens, and with them the completion, moved in the step."""
     record["tokens"] |= {"logp": logps.tolist(), "logp_after": after.tolist()}
     record["tokens"]["change"] = (after.double() - logps.double()).tolist()
-    before, later = float(logps.sum()), float(after.sum())
-    factor = float(torch.tensor(later - before).exp())
+    before, later = float(logps.double().sum()), float(after.double().sum())
+    factor = math.exp(later - before)
     return {"completion_logp": before, "completion_logp_after": later, "factor": factor}
 
 

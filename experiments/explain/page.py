@@ -18,8 +18,9 @@ STAGES = {"sft": "SFT", "reward": "Reward model", "dpo": "DPO", "grpo": "GRPO"}
 def formulas(stage: str) -> dict[str, Any]:
     """The texts of a stage from `formulas.yaml`, with those of every stage."""
     texts = read_recipe(str(FOLDER / "formulas.yaml"), typed=True)
-    own, every = texts[stage], texts["every"]
-    return {**own, "quantities": {**every["quantities"], **own["quantities"]}}
+    own, every = texts[stage], texts["every"]["quantities"]
+    every = {name: about for name, about in every.items() if name not in own["quantities"]}
+    return {**own, "quantities": own["quantities"] | every}
 
 
 def code_line(function: str, code: str = "") -> dict[str, Any]:
@@ -73,10 +74,10 @@ def with_links(numbers: dict[str, Any], trace: Trace, stage: str) -> dict[str, A
 def shape_at(result: Any, path: str) -> str:
     """The shape of the tensor at a path in a function's result, as text; empty without one."""
     for name in path.split(".") if path else []:
-        if isinstance(result, dict | list):
-            result = result[int(name) if name.isdecimal() else name]
+        if isinstance(result, list):
+            result = result[int(name)]
         else:
-            result = getattr(result, name)
+            result = result[name] if isinstance(result, dict) else getattr(result, name)
     shape = getattr(result, "shape", ())
     return f" = {tuple(shape)}" if len(shape) else ""
 

@@ -78,9 +78,9 @@ def trace_step(main: Callable[[Any], None], config: Any, functions: Sequence[str
                 trace.after.append(getattr(scores, "token_logps", scores))
         raise StepDone
 
-    with recording(trace, functions), mock.patch.object(Run, "end_step", end_step):
-        with suppress(StepDone):
-            main(config)
+    left_early, ends = suppress(StepDone), mock.patch.object(Run, "end_step", end_step)
+    with recording(trace, functions), ends, left_early:
+        main(config)
     return trace
 
 
