@@ -13,8 +13,6 @@ import importlib
 import tempfile
 from pathlib import Path
 
-import torch
-
 from common import distributed
 from common.config.parser import parse
 from common.record.run_folder import git_commit
@@ -65,7 +63,6 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
         "model": config.model_name_or_path,
         "seed": str(config.seed),
         "commit": (git_commit() or "unknown")[:10],
-        "torch": torch.__version__,
     }
     file = Path(output or f"output/explain/{stage}.html")
     file.parent.mkdir(parents=True, exist_ok=True)

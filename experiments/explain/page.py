@@ -5,11 +5,13 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from common.config.recipes import read_recipe
 from common.record.run_folder import git_commit
-from experiments.explain.trace import ROOT, Trace, find
+from experiments.explain.trace import Trace
+from experiments.stages import ROOT
 
 FOLDER = Path(__file__).parent
 STAGES = {"sft": "SFT", "reward": "Reward model", "dpo": "DPO", "grpo": "GRPO"}
@@ -29,7 +31,7 @@ def code_line(function: str, code: str = "") -> dict[str, Any]:
     Raises:
         LookupError: the function has no such line any more.
     """
-    target = find(function)[1]
+    target = resolve_name(function)
     lines, start = inspect.getsourcelines(target)
     code = code or f"def {target.__name__}("
     for number, line in enumerate(lines, start):
@@ -52,19 +54,16 @@ def repository() -> str:
 def with_links(numbers: dict[str, Any], trace: Trace, stage: str) -> dict[str, Any]:
     """The page's data: the numbers, where each comes from, and the boxes of the drawing."""
     texts = formulas(stage)
-    present = {name for level in ("prompts", "pairs") for one in numbers[level] for name in one}
-    present |= {*numbers["step"]}
-    for one in numbers["completions"]:
-        present |= {*one, *one["tokens"]}
-    quantities = {}
-    for name, about in texts["quantities"].items():
-        if name in present:
-            code = code_line(about["function"], about.get("code", ""))
-            quantities[name] = {**about, **code}
+    records = [*numbers["completions"], *numbers["prompts"], *numbers["pairs"], numbers["step"]]
+    present = {name for one in records for name in [*one, *one.get("tokens", ())]}
+    quantities = {
+        name: about | code_line(about["function"], about.get("code", ""))
+        for name, about in texts["quantities"].items()
+        if name in present
+    }
     boxes = []
     for box in texts["flow"]:
-        calls = trace.of(box["function"].rpartition(".")[2])
-        if calls:
+        if calls := trace.of(box["function"].rpartition(".")[2]):
             shape = shape_at(calls[-1].result, box.get("tensor", ""))
             boxes.append({**box, "shape": box["shape"] + shape, **code_line(box["function"])})
     head = {"stage": stage, "objective": texts["objective"], "repository": repository()}
@@ -86,13 +85,9 @@ def page(content: dict[str, Any], facts: dict[str, str]) -> str:
     """The whole document."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
-        autoescape=True,
-        loader=FileSystemLoader(FOLDER),
-        lstrip_blocks=True,
-        trim_blocks=True,
-        undefined=StrictUndefined,
-    )
+    options: dict[str, Any] = {"autoescape": True, "lstrip_blocks": True, "trim_blocks": True}
+    loader = FileSystemLoader(FOLDER)
+    environment = Environment(loader=loader, undefined=StrictUndefined, **options)
     environment.filters["number"] = number
     embedded = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     title = f"{STAGES[content['stage']]}: one step, explained"

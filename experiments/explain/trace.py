@@ -6,13 +6,12 @@ the same forward passes run again on the updated weights, and `main` is left.
 """
 
 import functools
-import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from common.run import Run
 
-ROOT = Path(__file__).resolve().parents[2]
+OURS = ("common.", "train_")  # how the names of the project's modules begin
 
 
 class StepDone(Exception):  # noqa: N818 - leaves a script after its first step
@@ -72,47 +71,24 @@ def trace_step(main: Callable[[Any], None], config: Any, functions: Sequence[str
 
     def end_step(run: Run, *_: Any, **__: Any) -> None:
         with torch.no_grad():
-            for call in trace.forwards.copy():
+            for call in trace.forwards:
                 inputs = {name: value for name, value in call.arguments.items() if name != "self"}
                 scores = run.module(**inputs)
                 trace.after.append(getattr(scores, "token_logps", scores))
         raise StepDone
 
-    left_early, ends = suppress(StepDone), mock.patch.object(Run, "end_step", end_step)
-    with recording(trace, functions), ends, left_early:
-        main(config)
-    return trace
-
-
-@contextmanager
-def recording(trace: Trace, functions: Sequence[str]) -> Iterator[None]:
-    """Replace the functions, in every module of the project that has them."""
     with ExitStack() as patches:
         for name in functions:
-            owner, function = find(name)
+            function, owner = resolve_name(name), resolve_name(name.rpartition(".")[0])
             replacement = recorder(function, trace)
-            modules = [sys.modules[name] for name in [*sys.modules] if is_ours(name)]
-            for place in [owner] if inspect.isclass(owner) else modules:
-                for attribute, value in [*vars(place).items()]:
-                    if value is function:
-                        patches.enter_context(mock.patch.object(place, attribute, replacement))
-        yield
-
-
-def is_ours(module: str) -> bool:
-    """Whether a module is a script or in `common/`, by its name."""
-    return module.startswith(("common.", "train_"))
-
-
-def find(name: str) -> tuple[Any, Any]:
-    """The module or class, and the function in it, of a dotted name."""
-    path, _, last = name.rpartition(".")
-    try:
-        owner: Any = importlib.import_module(path)
-    except ModuleNotFoundError:
-        module, _, class_name = path.rpartition(".")
-        owner = getattr(importlib.import_module(module), class_name)
-    return owner, vars(owner)[last]
+            modules = [sys.modules[name] for name in [*sys.modules] if name.startswith(OURS)]
+            for place in [owner] if isinstance(owner, type) else modules:
+                for attribute in [a for a, value in vars(place).items() if value is function]:
+                    patches.enter_context(mock.patch.object(place, attribute, replacement))
+        patches.enter_context(mock.patch.object(Run, "end_step", end_step))
+        with suppress(StepDone):
+            main(config)
+    return trace
 
 
 def recorder(function: Any, trace: Trace) -> Any:
@@ -123,7 +99,7 @@ def recorder(function: Any, trace: Trace) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        while frame.f_back and not is_ours(frame.f_globals["__name__"]):
+        while frame.f_back and not frame.f_globals["__name__"].startswith(OURS):
             frame = frame.f_back
         result = function(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
