@@ -5,7 +5,8 @@ r"""One real optimiser step, number by number, as one page.
 
 The script's own `main` runs for one step on two prompts or rows; what its functions are called with
 and return is what the page shows. What follows the script are its own flags, which may also name
-another model and other rows. `--seed` picks the two rows among the first `num_train_rows`.
+another model and other rows. `--seed` picks the two rows among the first `num_train_rows`. Other
+objectives than the four papers' own are refused: the page has no formulas for them.
 """
 
 import argparse
@@ -54,6 +55,9 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
     forced = f"{FORCED} {FORCED_OF_STAGE.get(stage, '')}".split()
     with tempfile.TemporaryDirectory() as folder:
         config = parse(config_class(script), [*small, *flags, *forced, "--output_dir", folder])
+        for name, value in texts["only"].items():
+            if getattr(config, name) != value:
+                raise config.refused(name, f"{value}, which the page has the formulas of")
         distributed.start()
         trace = trace_step(module.main, config, functions)
     numbers = explain(trace, config, stage, trace.of("load_vocabulary")[0].result)

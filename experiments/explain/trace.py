@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from common.errors import UserError
 from common.run import Run
 
 OURS = ("common.", "train_")  # how the names of the project's modules begin
@@ -88,6 +89,8 @@ def trace_step(main: Callable[[Any], None], config: Any, functions: Sequence[str
         patches.enter_context(mock.patch.object(Run, "end_step", end_step))
         with suppress(StepDone):
             main(config)
+    if not trace.after:
+        raise UserError("the step made no update, because no completion counts in its loss.")
     return trace
 
 

@@ -249,3 +249,12 @@ def test_a_model_that_is_not_there_is_one_sentence(tmp_path):
     with tiny.working_directory(tmp_path), pytest.raises(UserError) as error:
         command.write("train_dpo.py", ["--model_name_or_path", "output/none/sft/model"])
     tiny.check_sentence(error.value, "train_sft.py with --output_dir output/none/sft writes it")
+
+
+@pytest.mark.parametrize(
+    ("stage", "flag"), [("dpo", "loss_type ipo"), ("grpo", "scale_rewards none")]
+)
+def test_an_objective_without_formulas_is_refused(stage, flag, folder):
+    with tiny.working_directory(folder), pytest.raises(UserError) as error:
+        command.write(f"train_{stage}.py", f"{COMMON} {STAGES[stage]} --{flag}".split())
+    tiny.check_sentence(error.value, f"--{flag.partition(' ')[0]} is", "which the page has")
