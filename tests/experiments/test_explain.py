@@ -8,6 +8,7 @@ are noticed.
 import ast
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -233,16 +234,33 @@ def test_a_prompt_has_candidates_that_were_rejected_and_rewards_that_differ(page
     assert all(prompt["std"] > 0 for prompt in page["prompts"])
 
 
-def test_both_layouts_hold_the_same_tokens(page):
-    packed, padded = ([*page["layouts"][name]] for name in ("shared_prefix", "padded"))
-    for one, other in zip(packed, padded, strict=True):
-        assert "-" not in one["kinds"]
-        for kind in "cs":
-            assert one["kinds"].count(kind) == other["kinds"].count(kind)
-    trained = [r for r in page["completions"] if r.get("kept", True)]
-    assert sum(view["kinds"].count("c") + view["kinds"].count("s") for view in packed) == sum(
-        len(record["ids"]) for record in trained
+def test_both_layouts_hold_the_tokens_at_their_positions(page):
+    """Padded, each completion with its prompt; packed, each prompt once; the stop token marked."""
+    trained = [record for record in page["completions"] if record.get("kept", True)]
+    prompts = {tuple(record["prompt_ids"]) for record in trained}
+    of_prompts = {ids: cells(ids, "p") for ids in prompts}
+    of_completions = [cells(record["ids"], "c", len(record["prompt_ids"])) for record in trained]
+    packed, padded = (
+        sorted(cell for view in page["layouts"][name] for cell in shown(view))
+        for name in ("shared_prefix", "padded")
     )
+    assert packed == sorted(chain(*of_prompts.values(), *of_completions))
+    copies = [of_prompts[tuple(record["prompt_ids"])] for record in trained]
+    assert padded == sorted(chain(*copies, *of_completions))
+    for view in page["layouts"]["padded"]:
+        assert len(view["kinds"]) == view["shape"][0] * view["shape"][1]
+
+
+def cells(ids: list[int], kind: str, start: int = 0) -> list[tuple[int, int, str]]:
+    """Id, position and kind of tokens in a row; id 0 ends a completion."""
+    is_stop = [kind == "c" and i == len(ids) - 1 and token == 0 for i, token in enumerate(ids)]
+    return [(t, start + i, "s" if is_stop[i] else kind) for i, t in enumerate(ids)]
+
+
+def shown(view: Page) -> list[tuple[int, int, str]]:
+    """The same of a layout, without padding."""
+    every = zip(view["ids"], view["positions"], view["kinds"], strict=True)
+    return [cell for cell in every if cell[2] != "-"]
 
 
 def test_a_model_that_is_not_there_is_one_sentence(tmp_path):
