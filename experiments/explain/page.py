@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from common.config.recipes import read_recipe
+from common.padding import PaddedBatch
 from common.record.run_folder import git_commit
 from experiments.explain.trace import Trace
 from experiments.stages import ROOT
@@ -56,11 +57,12 @@ def with_links(numbers: dict[str, Any], trace: Trace, stage: str) -> dict[str, A
     texts = formulas(stage)
     records = [*numbers["completions"], *numbers["prompts"], *numbers["pairs"], numbers["step"]]
     present = {name for one in records for name in [*one, *one.get("tokens", ())]}
-    quantities = {
-        name: about | code_line(about["function"], about.get("code", ""))
-        for name, about in texts["quantities"].items()
-        if name in present
-    }
+    layout = "padded" if isinstance(trace.batches[0], PaddedBatch) else "shared_prefix"
+    quantities = {}
+    for name, about in texts["quantities"].items():
+        if name in present:
+            place = about.pop(layout, about)
+            quantities[name] = about | code_line(place["function"], place.get("code", ""))
     boxes = []
     for box in texts["flow"]:
         if calls := trace.of(box["function"].rpartition(".")[2]):

@@ -27,7 +27,7 @@ CENTERING = {"reward": 0.01, "dpo": 0.0}
 IDS = {"slot", "row", "label", "ids", "prompt_ids", "tokens"}
 COMMON = f"--dataset_name rows --max_prompt_length 128 --max_grad_norm {MAX_NORM}"
 STAGES = {
-    "sft": "--model_name_or_path policy",
+    "sft": "--model_name_or_path policy --layout padded --micro_batch_size 1",
     "reward": "--model_name_or_path judge --center_rewards_coefficient 0.01",
     "dpo": f"--model_name_or_path policy --ref_model_name_or_path other --beta {BETA}",
     "grpo": f"--model_name_or_path policy --ref_model_name_or_path other --beta {BETA} "
