@@ -82,6 +82,12 @@ TOO_FAR = (
     f"--eval_pairs_dataset_name synthetic --model_name_or_path {TRAINED[0]} "
     f"--reward_funcs {TRAINED[1]} gold --output_dir {{out}}"
 )
+EXPLAINED = {  # from the models of the part `demo`; flags of each stage
+    "sft": "",
+    "reward": f"--model_name_or_path {TRAINED[0]}",
+    "dpo": f"--model_name_or_path {TRAINED[0]}",
+    "grpo": f"--model_name_or_path {TRAINED[0]} --reward_funcs {TRAINED[1]} gold",
+}
 PARTS = {
     "demo": Part(f"{REPLICATE} demo", CHAIN),
     "too-far": Part(TOO_FAR, ("metrics.jsonl", "plots/curves.png"), needs=TRAINED),
@@ -136,6 +142,15 @@ PARTS = {
         ("printed.md",),
         needs=TRAINED,
     ),
+    **{
+        f"explain-{stage}": Part(
+            f"experiments.explain train_{stage}.py --config assets/recipes/demo/{stage}.yaml "
+            f"--output {{out}}/{stage}.html {flags}".strip(),
+            (f"{stage}.html",),
+            needs=TRAINED if flags else (),
+        )
+        for stage, flags in EXPLAINED.items()
+    },
     "plans": Part("experiments.plan.against_run", ("printed.md",)),
     "variants": Part("tests.variants", ("printed.md",)),
     "kills": Part("tests.fault_drill --kills 50", ("printed.md",)),

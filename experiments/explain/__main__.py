@@ -1,0 +1,78 @@
+r"""One real optimiser step, number by number, as one page.
+
+    python -m experiments.explain train_grpo.py --config assets/recipes/demo/grpo.yaml \
+        --output output/explain/grpo.html
+
+The script's own `main` runs for one step on two prompts or rows; what its functions are called with
+and return is what the page shows. What follows the script are its own flags, which may also name
+another model and other rows. `--seed` picks the two rows among the first `num_train_rows`. Other
+objectives than the four papers' own are refused: the page has no formulas for them.
+"""
+
+import argparse
+import importlib
+import tempfile
+from pathlib import Path
+
+from common import distributed
+from common.config.parser import parse
+from common.record.run_folder import git_commit
+from common.record.terminal import run_command
+from experiments.explain.numbers import explain
+from experiments.explain.page import formulas, page, with_links
+from experiments.explain.trace import trace_step
+from experiments.stages import config_class
+
+SCRIPTS = ("train_sft.py", "train_reward.py", "train_dpo.py", "train_grpo.py")
+# In the place of the recipe's sizes; the flags of the command line come after them.
+SMALL = "--batch_size 2 --max_steps 1 --warmup_steps 0 --num_train_rows 64 --num_sample_prompts 0"
+SMALL_OF_STAGE = {"reward": "--num_sft_rows 2", "grpo": "--num_candidates 4 --num_generations 2"}
+# One update, no evaluation, and nothing that is kept.
+FORCED = "--dataset_test_split= --save_steps 0 --resume_from_checkpoint none --report_to none"
+FORCED_OF_STAGE = {"grpo": "--num_iterations 1 --num_minibatches 1 --eval_pairs_dataset_name="}
+
+
+def main() -> None:
+    """Run the step and write the page."""
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=text, allow_abbrev=False, prog="experiments.explain"
+    )
+    parser.add_argument("script", choices=SCRIPTS)
+    parser.add_argument("--output", help="the page (default: output/explain/STAGE.html)")
+    args, flags = parser.parse_known_args()
+    output = write(args.script, flags, args.output)
+    print(f"{output}: {output.stat().st_size / 1000:.0f} kB")
+
+
+def write(script: str, flags: list[str], output: str | None = None) -> Path:
+    """Write the page of a script's first step with these flags; returns the file."""
+    stage = script.removeprefix("train_").removesuffix(".py")
+    texts, module = formulas(stage), importlib.import_module(script.removesuffix(".py"))
+    functions = [box["function"] for box in texts["flow"]] + texts["also"]
+    functions.append("common.model.load.load_vocabulary")
+    small = f"{SMALL} {SMALL_OF_STAGE.get(stage, '')}".split()
+    forced = f"{FORCED} {FORCED_OF_STAGE.get(stage, '')}".split()
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse(config_class(script), [*small, *flags, *forced, "--output_dir", folder])
+        for name, value in texts["only"].items():
+            if getattr(config, name) != value:
+                raise config.refused(name, f"{value}, which the page has the formulas of")
+        distributed.start()
+        trace = trace_step(module.main, config, functions)
+    numbers = explain(trace, config, stage, trace.of("load_vocabulary")[0].result)
+    content = with_links(numbers, trace, stage)
+    facts = {
+        "command": " ".join(["python -m experiments.explain", script, *flags]),
+        "model": config.model_name_or_path,
+        "seed": str(config.seed),
+        "commit": (git_commit() or "unknown")[:10],
+    }
+    file = Path(output or f"output/explain/{stage}.html")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page(content, facts), encoding="utf-8")
+    return file
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,244 @@
+"""From the trace of a step to the numbers of its page, ready for JSON, in full precision.
+
+What a function of the script returned is taken as it is. Only what no function returns is computed
+here, from what was traced: a mean and a standard deviation, sigmoids, sums and differences.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import data
+from common.losses import kl_estimate
+from common.padding import MAKERS, AnyBatch, PaddedBatch
+from common.text.example import Vocabulary
+from experiments.explain.trace import Trace, scores_of
+
+Record = dict[str, Any]
+
+
+def explain(trace: Trace, config: Any, stage: str, vocabulary: Vocabulary) -> Record:
+    """The layouts, and the numbers by level: prompts, completions with tokens, pairs, step."""
+    numbers_of = {"sft": sft, "reward": reward, "dpo": dpo, "grpo": grpo}[stage]
+    result: Record = {"prompts": [], "pairs": [], **numbers_of(trace, config)}
+    call, most = trace.of("clip_and_step")[-1], config.max_grad_norm
+    norm, rate = float(call.result["grad_norm"]), call.result["learning_rate"]
+    step = result.setdefault("step", {})
+    if counted := trace.of("count_all", "main"):
+        step["denominator"] = float(counted[-1].result)
+    step["loss"] = float(call.arguments["loss"]) / step["denominator"]  # it was a sum
+    clip_factor = min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0
+    step |= {"grad_norm": norm, "clip_factor": clip_factor, "learning_rate": rate}
+    groups = [groups_of(trace, batch) for batch in trace.batches]
+    result["layouts"] = {
+        name: [layout(data.collate(each, name, vocabulary.pad_id), vocabulary) for each in groups]
+        for name in MAKERS
+    }
+    ids = {i for views in result["layouts"].values() for view in views for i in view["ids"]}
+    ids |= {i for one in result["completions"] for i in one["ids"]}
+    result["texts"] = {str(i): vocabulary.tokenizer.decode([i]) for i in sorted(ids)}
+    return result
+
+
+def groups_of(trace: Trace, batch: AnyBatch) -> Sequence[data.PromptGroup]:
+    """The prompts with their completions that a micro-batch was made of."""
+    same = (c for c in trace.of("collate") if torch.equal(c.result.input_ids, batch.input_ids))
+    groups: Sequence[data.PromptGroup] = next(same).arguments["groups"]
+    return groups
+
+
+def layout(batch: AnyBatch, vocabulary: Vocabulary) -> Record:
+    """Ids and positions of a batch, flattened; a letter for the kind of each, - for padding."""
+    ids, lengths = batch.input_ids, batch.completion_mask.sum(1).tolist()
+    kinds = torch.full(ids.shape, ord("p"))
+    if isinstance(batch, PaddedBatch):
+        kinds[~batch.attention_mask] = ord("-")
+        last = batch.attention_mask.long().cumsum(1).argmax(1)
+        ends = [*enumerate(last.tolist())]
+    else:
+        ends = [(0, column) for column in batch.last.tolist()]
+    for (row, end), length in zip(ends, lengths, strict=True):
+        is_stop = int(ids[row, end]) in vocabulary.stop_ids
+        kinds[row, end - length + 1 : end + 1] = ord("c")
+        kinds[row, end] = ord("s" if is_stop else "c")
+    letters = "".join(map(chr, kinds.flatten().tolist()))
+    positions = batch.position_ids.flatten().tolist()
+    flat = {"ids": ids.flatten().tolist(), "positions": positions, "kinds": letters}
+    return {"shape": [*ids.shape], **flat}
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+def records(columns: Mapping[str, Any]) -> list[Record]:
+    """One record for each row of tensors or lists of the same length."""
+    values = [v.tolist() if isinstance(v, Tensor) else v for v in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def by_completion(trace: Trace, values: Sequence[Tensor]) -> list[list[Any]]:
+    """Values (B, C) of each micro-batch as the lists of each completion's tokens."""
+    return [
+        row[mask].tolist()
+        for each, batch in zip(values, trace.batches, strict=True)
+        for row, mask in zip(each.detach(), batch.completion_mask, strict=True)
+    ]
+
+
+def completions(trace: Trace, tokens: Mapping[str, Any], **columns: Any) -> list[Record]:
+    """The completions that were trained on, with values (B,) of each, and (B, C) of its tokens."""
+    batches = trace.batches
+    owners = [g for b in batches for g in groups_of(trace, b) for _ in g.completions]
+    lists = {name: by_completion(trace, values) for name, values in tokens.items()}
+    about = {
+        "slot": torch.cat([batch.slots for batch in batches]),
+        "row": [group.row for group in owners],
+        "prompt_ids": [group.prompt_ids for group in owners],
+        "ids": by_completion(trace, [batch.completion_ids for batch in batches]),
+        "tokens": records(lists) if lists else [{} for _ in owners],
+    }
+    return records(about | columns)
+
+
+def movement(trace: Trace) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+    """How far tokens, and with them completions, moved in the step: values (B, C) and (B,)."""
+    before, after = [scores_of(call).detach().double() for call in trace.forwards], trace.after
+    change = [later - earlier for earlier, later in zip(before, after, strict=True)]
+    sums = [torch.cat([each.double().sum(1) for each in logps]) for logps in (before, after)]
+    completion = {"completion_logp": sums[0], "completion_logp_after": sums[1]}
+    completion["factor"] = (sums[1] - sums[0]).exp()
+    return {"logp": before, "logp_after": after, "change": change}, completion
+
+
+# ---- by stage ------------------------------------------------------------------------------------
+
+
+def sft(trace: Trace, config: Any) -> Record:
+    """Losses of tokens."""
+    tokens, columns = movement(trace)
+    losses = [-logps for logps in tokens["logp"]]
+    found = completions(trace, {**tokens, "token_loss": losses}, **columns)
+    for one in found:
+        one |= {"label": f"row {one['row'] + 1}", "moved_as_wanted": one["factor"] > 1}
+    return {"completions": found}
+
+
+def with_labels(found: list[Record]) -> list[Record]:
+    """Completions of pairs, chosen first, with their labels."""
+    for k, one in enumerate(found):
+        one["label"] = f"row {one['row'] + 1}, {('chosen', 'rejected')[k % 2]}"
+    return found
+
+
+def reward(trace: Trace, config: Any) -> Record:
+    """Scores of completions, and differences and losses of pairs."""
+    calls, penalties = trace.of("bradley_terry_loss"), trace.of("centering_penalty")
+    chosen, rejected, margin = (
+        torch.cat([call.arguments[name].detach() for call in calls])
+        for name in ("chosen_rewards", "rejected_rewards", "margin")
+    )
+    scores, after = torch.stack([chosen, rejected], 1), torch.cat(trace.after).view(-1, 2)
+    logits, difference_after = chosen - rejected - margin, after[:, 0] - after[:, 1]
+    pairs = {
+        "difference": chosen - rejected,
+        "margin": margin,
+        "probability": logits.sigmoid(),
+        "gradient_weight": (-logits).sigmoid(),
+        "pair_loss": torch.cat([call.result for call in calls]),
+        "penalty": torch.cat([call.result for call in penalties]),
+        "difference_after": difference_after,
+        "moved_as_wanted": difference_after > chosen - rejected,
+    }
+    found = completions(trace, {}, reward=scores.flatten(), reward_after=after.flatten())
+    return {"completions": with_labels(found), "pairs": records(pairs)}
+
+
+def dpo(trace: Trace, config: Any) -> Record:
+    """Sums of completions, and D and losses of pairs."""
+    tokens, columns = movement(trace)
+    sums = torch.cat([call.result.detach() for call in trace.of("sequence_logps", "main")])  # (B,)
+    refs = torch.cat([call.result for call in trace.of("of_batch")]).flatten()  # (B,)
+    logits, logits_after = (
+        (logps - refs)[::2] - (logps - refs)[1::2]
+        for logps in (sums, columns["completion_logp_after"])
+    )
+    pairs = {
+        "logit": logits,
+        "probability": (config.beta * logits).sigmoid(),
+        "gradient_weight": config.beta * (-config.beta * logits).sigmoid(),
+        "pair_loss": torch.cat([call.result for call in trace.of("pair_losses")]),
+        "logit_after": logits_after,
+        "moved_as_wanted": logits_after > logits,
+    }
+    found = completions(trace, tokens, **columns, sum_logp=sums, sum_ref_logp=refs)
+    return {"completions": with_labels(found), "pairs": records(pairs)}
+
+
+def grpo(trace: Trace, config: Any) -> Record:
+    """Candidates, who was kept, advantages, and the losses of the kept ones' tokens."""
+    selected, columns = trace.of("select")[-1].result, movement(trace)[1]
+    tokens = grpo_tokens(trace, config)
+    losses = by_completion(trace, tokens["token_loss"])
+    columns["mean_loss"] = torch.tensor([sum(each) / max(1, len(each)) for each in losses])
+    trained = {one["slot"]: one for one in completions(trace, tokens, **columns)}
+    slots = {candidate: slot for slot, candidate in enumerate(selected.candidates.tolist())}
+    advantages = trace.of("advantages")[-1].result.flatten().tolist()
+    found = candidates(trace, config)
+    for candidate, one in enumerate(found):
+        slot = slots.get(candidate)
+        one["kept"] = slot is not None
+        if slot in trained:
+            one |= {name: value for name, value in trained[slot].items() if name != "tokens"}
+            one["tokens"] |= trained[slot]["tokens"]
+            one["advantage"] = advantages[slot]
+            one["moved_as_wanted"] = (one["factor"] - 1) * advantages[slot] > 0
+    counts = trace.of("plan_updates")[-1].result[0].denominators
+    step = {"denominator": counts.num_sequences, "num_tokens": counts.num_tokens}
+    call = trace.of("_deviations", "group_advantages")[-1]
+    means = (call.arguments["rewards"].double() - call.result)[:, 0]
+    prompts = {"row": selected.groups.rows, "mean": means, "std": call.result.std(1)}
+    numbers = {name: float(value) for name, value in step.items()}
+    return {"completions": found, "prompts": records(prompts), "step": numbers}
+
+
+def candidates(trace: Trace, config: Any) -> list[Record]:
+    """All K candidates of each prompt, with what decides who is kept."""
+    groups = trace.of("select")[-1].result.groups
+    rollouts, num_candidates = groups.rollouts, groups.rewards.shape[1]
+    examples = [example for example in groups.examples for _ in range(num_candidates)]
+    names = [f"row {e.row + 1}, candidate {i % num_candidates + 1}" for i, e in enumerate(examples)]
+    columns = {
+        "label": names,
+        "row": [example.row for example in examples],
+        "prompt_ids": [example.prompt_ids for example in examples],
+        "ids": rollouts.completion_ids,
+        "tokens": [{"sampler_logp": logps} for logps in rollouts.as_lists(rollouts.token_logps)],
+        "reward": groups.rewards.flatten(),
+    }
+    scores = groups.rewards.double() / config.rejection_temperature
+    if draws := trace.of("uniform", "_keep_gumbel"):
+        keys = scores - torch.log(-torch.log(draws[0].result))
+        columns |= {"draw": draws[0].result.flatten(), "key": keys.flatten()}
+    elif draws := trace.of("uniform", "_rso_accepts"):  # the first pass
+        keys = (scores - scores.amax(1, keepdim=True)).exp()
+        columns |= {"draw": draws[0].result.flatten(), "key": keys.flatten()}
+    return records(columns)
+
+
+def grpo_tokens(trace: Trace, config: Any) -> dict[str, list[Tensor]]:
+    """The values (B, C) of each micro-batch's tokens on their way to the loss."""
+    columns = movement(trace)[0] | {
+        "ratio": [call.result for call in trace.of("probability_ratio", "policy_loss")],
+        "clipped": [call.result for call in trace.of("clipped_tokens")],
+        "policy_term": [call.result for call in trace.of("policy_loss")],
+        "token_loss": [call.arguments["per_token"] for call in trace.of("aggregate")],
+    }
+    if kls := trace.of("kl_estimate", "grpo_loss"):
+        columns["ref_logp"] = [call.arguments["ref_token_logps"] for call in kls]
+        columns["kl"] = [call.result for call in kls]
+        pairs = zip(trace.after, columns["ref_logp"], strict=True)
+        estimator = config.kl_estimator
+        columns["kl_after"] = [kl_estimate(*each, estimator=estimator) for each in pairs]
+    return columns
