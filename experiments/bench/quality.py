@@ -27,7 +27,8 @@ from experiments.bench import processes
 
 SIDES = ("trl", "ours")
 STAGES = ("sft", "reward", "dpo", "grpo")
-SAVE_STEPS = {"dpo": 10, "grpo": 6}
+WITH_STOP = "grpo, stop token"  # of TRL, whose reward model is given it as in its training
+SAVE_STEPS = {"dpo": 10, "grpo": 6, WITH_STOP: 6}
 GOOD = 0.9  # gold reward
 RECIPES = "assets/recipes/demo"
 FOLDER = processes.REPOSITORY / "output" / "bench" / "quality"
@@ -35,7 +36,7 @@ LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 DIGITS = {"gold reward": 3, "accuracy, %": 1, "KL, nats": 2, "minutes": 2, "GB": 2}
 UNTIL = f"minutes to gold {GOOD}"
 # What a side needs before the stage that reaches it
-BEFORE = {"dpo": ("sft",), "grpo": ("sft", "reward")}
+BEFORE = {"dpo": ("sft",), "grpo": ("sft", "reward"), WITH_STOP: ("sft", "reward")}
 
 Values = dict[str, dict[str, float]]  # of a chain, by stage and outcome
 
@@ -73,14 +74,15 @@ def chain(side: str, folder: Path, seed: int, max_steps: int) -> Values:
     """Train and judge the chain of a side, or what is left of it; its outcomes by stage."""
     file, judgement = folder / "runs.json", folder / "evaluation" / "results.json"
     runs = json.loads(file.read_text()) if file.exists() else {}
-    for stage in STAGES:
+    stages = [*STAGES, WITH_STOP] if side == "trl" else STAGES
+    for stage in stages:
         if stage not in runs:
             words = command(side, stage, folder, seed, max_steps)
             runs[stage] = train([*LAUNCHER, *words], folder / stage)
             write_atomically(file, [json.dumps(runs) + "\n"])
     if not judgement.exists():
-        checkpoints = [path for stage in SAVE_STEPS for path in runs[stage]["saved"]]
-        policies = [str(folder / stage / "model") for stage in ("sft", "dpo", "grpo")]
+        checkpoints = [path for stage in stages for path in runs[stage]["saved"]]
+        policies = [str(folder / stage / "model") for stage in stages if stage != "reward"]
         words = ["evaluate.py", "--config", f"{RECIPES}/evaluate.yaml"]
         words += ["--output_dir", str(folder / "evaluation"), "--policies", *policies, *checkpoints]
         words += ["--ref_model_name_or_path", policies[0]]
@@ -90,20 +92,21 @@ def chain(side: str, folder: Path, seed: int, max_steps: int) -> Values:
     # Of a checkpoint of ours the folder `model` in it is judged
     judged = {str(Path(system["path"]).parent): system for system in systems}
     judged |= {system["path"]: system for system in systems}
-    return {stage: outcomes(stage, folder, runs, judged) for stage in STAGES}
+    return {stage: outcomes(stage, folder, runs, judged) for stage in stages}
 
 
 def command(side: str, stage: str, folder: Path, seed: int, max_steps: int) -> list[str]:
     """What trains a stage of a chain in its folder."""
-    start = folder.parent
+    start, name = folder.parent, stage.partition(",")[0]
     model = folder / "sft" / "model" if stage != "sft" else start / "model"
-    rows, reward_model = start / f"{stage}.jsonl", folder / "reward" / "model"
+    rows, reward_model = start / f"{name}.jsonl", folder / "reward" / "model"
     flags: dict[str, Any] = {"seed": seed, "output_dir": folder / stage}
     flags["save_steps"] = SAVE_STEPS.get(stage, 0)
     if max_steps:
         flags["max_steps"] = max_steps
     if side == "trl":
-        script = ["-m", "experiments.bench.trl_chain", stage]
+        script = ["-m", "experiments.bench.trl_chain", name]
+        script += ["--with_stop"] if stage == WITH_STOP else []
         flags |= {"model": model, "rows": rows, "reward_model": reward_model}
     else:
         script = [f"train_{stage}.py", "--config", f"{RECIPES}/{stage}.yaml"]
@@ -150,9 +153,9 @@ def outcomes(
 def table(results: Mapping[str, Any]) -> str:
     """Both sides as means over seeds with Student's 95% interval, and their difference by seed."""
     rows = []
-    for stage in STAGES:
+    for stage in (*STAGES, WITH_STOP):
         for name in [*DIGITS, UNTIL]:
-            sides = [[own[stage].get(name) for own in results[side]] for side in SIDES]
+            sides = [[own.get(stage, {}).get(name) for own in results[side]] for side in SIDES]
             if any(value is not None for values in sides for value in values):
                 digits = DIGITS.get(name, 2)
                 known = [[value for value in values if value is not None] for values in sides]
