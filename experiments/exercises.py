@@ -4,11 +4,12 @@
     python -m experiments.exercises 1 5    # some
 
 Each change is made in a copy of the code, on the models of the demo. `docs/reading.md` has the
-questions. What was measured is kept in `output_dir`, so the same command resumes.
+questions. What was measured is kept in `output_dir`, with the change, the code and the models that
+it is of: the same command resumes, and what has changed is measured again.
 """
 
 import argparse
-import json
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import yaml
 
 from common.record.run_folder import read_metrics
 from common.record.terminal import format_number
-from experiments.stages import exit_with_status
+from experiments.stages import exit_with_status, inputs, read_mark, write_mark
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "assets" / "recipes" / "exercises" / "demo.yaml"
@@ -54,8 +55,17 @@ def questions() -> str:
 
 def last_values(kept: Path, models: Path, command: str, change: Exercise | None) -> dict[str, Any]:
     """Last value of each metric of a run by a copy of the code, which `kept` then has."""
-    if kept.is_file():
-        return dict(json.loads(kept.read_text()))
+    common = b"".join(file.read_bytes() for file in sorted((ROOT / "common").rglob("*.py")))
+    named = [str(ROOT / word) for word in command.split()]
+    made_by = {
+        "command": command,
+        "change": [change.file, change.old, change.new] if change else [],
+        "inputs": inputs([*named, *map(str, sorted(models.glob("*/model")))]),
+        "code": hashlib.sha256(common).hexdigest(),
+    }
+    found = read_mark(kept.parent, kept.name) or {}
+    if found.get("made_by") == made_by:
+        return found
     with tempfile.TemporaryDirectory() as name:
         tree = Path(name)
         values: dict[str, Any] = {}
@@ -75,7 +85,7 @@ def last_values(kept: Path, models: Path, command: str, change: Exercise | None)
         for line in read_metrics(tree / "output" / "run"):
             values |= line
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(values))
+    write_mark(kept.parent, values | {"made_by": made_by}, kept.name)
     return values
 
 

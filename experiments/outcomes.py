@@ -160,6 +160,15 @@ def seeds_interval(values: Sequence[float], digits: int = 2, *, is_share: bool) 
     return interval_cell(asdict(student), 1, digits, None)
 
 
+def over(
+    values: Iterable[float], digits: int = 2, *, is_share: bool = False, sign: str = ""
+) -> str:
+    """A mean over seeds with its interval, for a table; equal values have none."""
+    values = list(values)
+    interval = seeds_interval(values, digits, is_share=is_share)
+    return f"{over_seeds(values).mean or 0.0:{sign}.{digits}f} {interval}".strip()
+
+
 def summary(name: str, values: Iterable[float]) -> dict[str, Any]:
     """An outcome over seeds, ready for JSON."""
     return {"unit": about(name).unit, **asdict(over_seeds(values))}

@@ -7,8 +7,8 @@ For each seed both sides train SFT, then a reward model, DPO and GRPO from it, w
 `assets/recipes/demo` as far as TRL has them, and no rejection sampling. `evaluate.py` judges both
 on the same held-out pairs and posts. A stage's minutes are those of its command, start to end.
 
-Runs of one command are resumed: what is in `runs.json` is not done again. Writes `results.json` and
-`table.md` to `output/bench/quality`. The two sides take turns by seed.
+The same command on the same commit resumes; else, or with changed files, all is made anew. Writes
+`results.json` and `table.md` to `output/bench/quality`. The two sides take turns by seed.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.record.jsonl import write_atomically
+from common.record.run_folder import git_commit
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.bench import processes
@@ -50,10 +51,14 @@ def main() -> None:
     found: dict[str, list[Values]] = {side: [] for side in SIDES}
     for seed in arguments.seeds:
         start = FOLDER / f"seed_{seed}"
-        if not (start / "grpo.jsonl").exists():
+        mark, commit = start / "made_by.json", git_commit() or ""
+        made_by, is_known = [commit, arguments.max_steps], not commit.endswith("-dirty")
+        if not (is_known and mark.exists() and json.loads(mark.read_text()) == made_by):
+            shutil.rmtree(start, ignore_errors=True)
             flags = [f"--seed={seed}", f"--output_dir={start}"]
             module = "experiments.bench.trl_chain"
             processes.run(["-m", module, "start", *flags], start / "start.log", threads=1)
+            write_atomically(mark, [json.dumps(made_by) + "\n"])
         for side in SIDES:
             found[side].append(chain(side, start / side, seed, arguments.max_steps))
     results = {
@@ -127,7 +132,7 @@ def train(words: Sequence[str], output_dir: Path) -> dict[str, Any]:
     minutes = (time.time() - start) / 60
     saved = [*output_dir.glob("checkpoint-*"), *output_dir.glob("checkpoints/step_*")]
     ages = {str(path): (path.stat().st_mtime - start) / 60 for path in saved}
-    return {"minutes": minutes, "GB": peak / 1000, "saved": ages}
+    return {"minutes": minutes, "GB": peak * 2**20 / 1e9, "saved": ages}
 
 
 def outcomes(
@@ -168,13 +173,12 @@ def table(results: Mapping[str, Any]) -> str:
 
 def mean(values: Sequence[float], num_seeds: int, digits: int, sign: str = "") -> str:
     """Mean and interval; and how many seeds they are of, if not all."""
-    from experiments.outcomes import over_seeds, seeds_interval  # torch: not in `processes`' parent
+    from experiments.outcomes import over  # torch: not in `processes`' parent
 
     if not values:
         return NOT_MEASURED
     few = f" ({len(values)} of {num_seeds} seeds)" if len(values) < num_seeds else ""
-    interval = seeds_interval(values, digits, is_share=False)
-    return f"{over_seeds(values).mean:{sign}.{digits}f} {interval}".strip() + few
+    return over(values, digits, sign=sign) + few
 
 
 if __name__ == "__main__":

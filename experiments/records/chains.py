@@ -18,7 +18,7 @@ from common.report import evaluation_report, markdown
 from common.report.figures import draw_accuracy, draw_reward, held_out, reward_functions
 from common.report.plots import save, style, system_colours, titled_figure
 from common.report.tables import accuracy_table
-from experiments.outcomes import over_seeds, seeds_interval
+from experiments.outcomes import over
 from experiments.records import make
 from experiments.sweep.effects import DPI
 
@@ -148,13 +148,6 @@ def number(value: Any) -> float | None:
     if isinstance(value, dict):
         value = next(value[key] for key in ("mean", "accuracy", "win_rate") if key in value)
     return None if value is None else float(value)
-
-
-def over(values: Iterable[float], digits: int = 2, *, is_share: bool = False) -> str:
-    """A mean over seeds with its interval; equal values have none."""
-    values = list(values)
-    interval = seeds_interval(values, digits, is_share=is_share)
-    return f"{over_seeds(values).mean or 0.0:.{digits}f} {interval}".strip()
 
 
 def of_seed_0(part: str, what: Callable[[Any], Any]) -> str:

@@ -20,12 +20,12 @@ from common.evaluation.records import read_scores
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import save, style, titled_figure
+from experiments.outcomes import over
 from experiments.overoptimization import plots
 from experiments.overoptimization.curves import Values, distance
 from experiments.overoptimization.measuring import Measured
 from experiments.overoptimization.summary import Point, SeedPoints, summarise, tracks_of
 from experiments.records import make
-from experiments.records.chains import over
 from experiments.sweep.effects import DPI
 
 SEEDS, BFLOAT16 = ("film-0", "film-1", "film-2"), ("film-bf16",)

@@ -70,6 +70,33 @@ def test_table_has_means_and_differences_by_seed():
     assert len(rows) == 4
 
 
+def test_a_seed_is_made_anew_for_other_steps_and_on_another_commit(tmp_path, monkeypatch):
+    starts, commit = [], ["a"]
+    values = {"sft": {"gold reward": 0.7, "minutes": 1.0}}
+
+    def start(words: list[str], log: Path, *, threads: int) -> None:
+        starts.append(words)
+        assert not (log.parent / "left").exists()
+        log.parent.mkdir(parents=True)
+        (log.parent / "left").write_text("of an earlier command")
+
+    monkeypatch.setattr(quality, "FOLDER", tmp_path)
+    monkeypatch.setattr(quality, "chain", lambda *_: values)
+    monkeypatch.setattr(quality.processes, "run", start)
+    monkeypatch.setattr(quality, "git_commit", lambda: commit[0])
+    monkeypatch.setattr(quality.metadata, "version", lambda name: "1")
+    expected = 0
+    for now, flags, is_new in (
+        *(("a", ["--max_steps=4"], True), ("a", ["--max_steps=4"], False)),
+        *(("a", [], True), ("a", [], False), ("b", [], True)),
+        *(("b-dirty", [], True), ("b-dirty", [], True)),
+    ):
+        commit[0], expected = now, expected + is_new
+        monkeypatch.setattr("sys.argv", ["quality", "--seeds=5", *flags])
+        quality.main()
+        assert len(starts) == expected
+
+
 @pytest.mark.parametrize("stage", quality.STAGES)
 def test_our_commands_are_those_of_the_recipe_on_the_given_rows(stage, tmp_path, monkeypatch):
     monkeypatch.chdir(processes.REPOSITORY)

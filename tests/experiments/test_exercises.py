@@ -6,6 +6,7 @@
 import ast
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_a_change_is_made_in_a_copy_and_its_last_values_are_kept(tmp_path, monke
     (tmp_path / "common").mkdir()
     (tmp_path / "assets" / "recipes").mkdir(parents=True)
     (tmp_path / "common" / "number.py").write_text("NUMBER = 2\n")
-    (tmp_path / "stage.py").write_text(
+    stage = (
         "import json, pathlib, sys\n"
         "from common.number import NUMBER\n"
         "run = pathlib.Path(sys.argv[2])\n"
@@ -56,6 +57,7 @@ def test_a_change_is_made_in_a_copy_and_its_last_values_are_kept(tmp_path, monke
         "lines = ({'step': step, 'loss': NUMBER * step} for step in (1, 2))\n"
         "(run / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\\n' for x in lines))\n"
     )
+    (tmp_path / "stage.py").write_text(stage)
     change = Exercise("common/number.py", "NUMBER = 2", "NUMBER = 5", "stage", ("loss",), "Why?")
     monkeypatch.setattr(exercises, "ROOT", tmp_path)
     monkeypatch.setattr(exercises, "EXERCISES", [change])
@@ -66,6 +68,15 @@ def test_a_change_is_made_in_a_copy_and_its_last_values_are_kept(tmp_path, monke
     assert capsys.readouterr().out.splitlines()[2:] == ["| 1 | `loss` | 4 | 10 |"]
     assert json.loads((tmp_path / "kept" / "1.json").read_text())["loss"] == 10
     assert (tmp_path / "common" / "number.py").read_text() == "NUMBER = 2\n"
-    (tmp_path / "stage.py").unlink()  # both runs are finished
-    exercises.main()
+    with monkeypatch.context() as context:
+        context.setattr(exercises.subprocess, "run", None)  # both runs are finished
+        exercises.main()
     assert capsys.readouterr().out.splitlines()[2:] == ["| 1 | `loss` | 4 | 10 |"]
+    # Another change, other code, another script: measured again
+    monkeypatch.setattr(exercises, "EXERCISES", [replace(change, new="NUMBER = 6")])
+    exercises.main()
+    assert capsys.readouterr().out.splitlines()[2:] == ["| 1 | `loss` | 4 | 12 |"]
+    (tmp_path / "common" / "more.py").write_text("")
+    (tmp_path / "stage.py").write_text(stage.replace("NUMBER * step", "-NUMBER * step"))
+    exercises.main()
+    assert capsys.readouterr().out.splitlines()[2:] == ["| 1 | `loss` | -4 | -12 |"]
