@@ -66,8 +66,10 @@ CHAIN = (
     *("replication.json", "report.md", "seed_*/*/metrics.jsonl"),
     "seed_*/evaluation/results.json",
 )
-ALONE = REPLICATE.replace("--num_processes 2 ", "")  # one process, of several threads
-FILM = f"{ALONE} film --overrides model_name_or_path={SMOLLM2}"
+FILM = (  # in one process, of several threads
+    "experiments.replicate --output_dir {out} --recipe film "
+    f"--overrides model_name_or_path={SMOLLM2}"
+)
 FRONTIER = (
     *CHAIN,
     "seed_*/evaluation*/scores.jsonl",

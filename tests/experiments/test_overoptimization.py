@@ -37,7 +37,7 @@ from experiments.overoptimization import __main__ as overoptimization
 from experiments.overoptimization import page
 from experiments.overoptimization.config import OveroptimizationConfig
 from experiments.overoptimization.measuring import Measured, Measurer
-from experiments.overoptimization.runs import choose, write_optimised
+from experiments.overoptimization.runs import Chain, choose, write_optimised
 from experiments.overoptimization.summary import SeedPoints, summarise
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -168,6 +168,15 @@ def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(t
 def test_more_pairs_than_there_are_are_refused():
     with pytest.raises(UserError, match="--num_proxy_pairs is 13; .* has 12 rows"):
         choose(range(12), settings(num_proxy_pairs=13), "num_proxy_pairs")
+
+
+def test_runs_compute_in_bfloat16_where_the_experiment_does(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(stages, "run", lambda stage, _: made.append(stage.flags.get("bf16")))
+    given = {"output_dir": str(tmp_path), "model_name_or_path": "policy", "proxy": "reward"}
+    for bf16 in (False, True):
+        Chain(settings(**given, bf16=bf16), 3).make("dpo", "dpo", "dpo.yaml", beta=0.1)
+    assert made == [None, True]
 
 
 # ---- results -------------------------------------------------------------------------------------

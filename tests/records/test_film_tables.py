@@ -11,10 +11,20 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from common.config.recipes import read_recipe
 from experiments.records import film, make
 
 SEEDS = 3
 PROMPTS = 8
+
+
+def test_numbers_of_votes_and_sizes_are_those_of_the_recipe():
+    recipes = make.ROOT / "assets" / "recipes" / "film"
+    for name, votes in {**film.VOTES, film.GOLD: 3000}.items():
+        recipe = read_recipe(str(recipes / f"{name}.yaml"), typed=True)
+        assert recipe["num_train_rows"] == votes
+        assert film.NAMES[name].startswith(f"{votes:,} votes")
+    assert tuple(read_recipe(str(recipes / "frontier.yaml"), typed=True)["best_of"]) == film.SIZES
 
 
 @pytest.mark.parametrize("axis", [0, 1])
