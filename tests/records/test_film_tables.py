@@ -152,6 +152,7 @@ def test_methods_are_compared_at_the_same_kl(records):
     assert found["DPO"] == ["–", "–", "–"]  # it reaches 1
     between = cells(film.differences())
     assert between["GRPO with rejection - GRPO"] == ["+0.00 [+0.00, +0.00]", "–", "–"]
+    assert between["GRPO - best of n"][0].startswith("+2.83 [")
     assert between["GRPO - best of n"][0].endswith(r"\*\*")
     assert between["GRPO - DPO"] == ["–", "–", "–"]
 
