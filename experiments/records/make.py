@@ -3,13 +3,13 @@
     make results                              # all parts; resumes where it was stopped
     make results PARTS="demo variants"        # some
 
-A part is a command, which runs on the CPU. What is kept of it goes to `assets/results/<part>`, with
-`record.json`: command, commit, machine, versions, date, checksums of its inputs, and minutes over
-all starts. A part with a record of this commit is not made again. The commit is the last one that
-changed the code of figures (`CODE`), from which nothing may differ. Commands run in a git worktree
-of it, `output/results/<commit>`, so later edits do not change what is measured. Parts that measure
-time (`bench-*`) want the machine for themselves. In the end the tables of README and `docs/` are
-made anew (`tables.py`).
+A part is a command. It runs on the CPU; `film-*` takes a GPU where there is one. What is kept of
+it goes to `assets/results/<part>`, with `record.json`: command, commit, machine, versions, date,
+checksums of its inputs, and minutes over all starts. A part with a record of this commit is not
+made again. The commit is the last one that changed the code of figures (`CODE`), from which nothing
+may differ. Commands run in a git worktree of it, `output/results/<commit>`, so later edits do not
+change what is measured. Parts that measure time (`bench-*`) want the machine for themselves. In the
+end the tables of README and `docs/` are made anew (`tables.py`).
 """
 
 import argparse
@@ -30,7 +30,7 @@ from typing import Any
 
 from common.checkpoint.layout import describe
 from common.record.jsonl import read_jsonl
-from common.record.run_folder import cpu_model
+from common.record.run_folder import accelerator, cpu_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "assets" / "results"
@@ -54,6 +54,7 @@ class Part:
     needs: tuple[str, ...] = ()  # what only another part or a download makes
     writes_texts: bool = False  # some completions are kept, and the rewards of all
     threads: int = 1  # of each process
+    takes_gpu: bool = False  # if there is one
     python: str = sys.executable  # or that of another environment, by its path in the project
 
 
@@ -113,7 +114,13 @@ PARTS = {
         writes_texts=True,
     ),
     **{
-        f"film-{name}": Part(f"{FILM} {flags}", FRONTIER, needs=(SMOLLM2, "data/film"), threads=2)
+        f"film-{name}": Part(
+            f"{FILM} {flags}",
+            FRONTIER,
+            needs=(SMOLLM2, "data/film"),
+            threads=2,
+            takes_gpu=True,
+        )
         for name, flags in {
             "0": "--seeds 0",
             "1": "--seeds 1",
@@ -186,7 +193,7 @@ def make(name: str, commit: str, tree: Path) -> bool:
         return True
     print(f"{name}: {command} (prints to {out}/printed.md)", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    if status := run([str(ROOT / part.python), "-m", *command.split()], tree, out, part.threads):
+    if status := run([str(ROOT / part.python), "-m", *command.split()], tree, out, part):
         print(f"{name}: failed with status {status}; see {out}/errors", flush=True)
         return False
     seconds = json.loads((out / STARTS).read_text())
@@ -199,6 +206,7 @@ def make(name: str, commit: str, tree: Path) -> bool:
         "starts": len(seconds),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
+        "gpu": accelerator(1)["gpu"] if part.takes_gpu else None,
         "python": platform.python_version(),
         "packages": {d.name: d.version for d in metadata.distributions() if d.name in PACKAGES},
     }
@@ -210,16 +218,19 @@ def make(name: str, commit: str, tree: Path) -> bool:
     return True
 
 
-def run(command: Sequence[str], tree: Path, out: Path, threads: int = 1) -> int:
-    """Run a command: its exit status. `starts.json` gets the seconds of every start."""
+def run(command: Sequence[str], tree: Path, out: Path, part: Part) -> int:
+    """Run a part's command: its exit status. `starts.json` gets the seconds of every start."""
     file = out / STARTS
     earlier = json.loads(file.read_text()) if file.is_file() else []
+    environment = {"OMP_NUM_THREADS": str(part.threads)}
+    if not part.takes_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     started = time.perf_counter()
     with (out / "printed.md").open("w") as printed, (out / "errors").open("w") as errors:
         process = subprocess.Popen(
             command,
             cwd=tree,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | environment,
             stdout=printed,
             stderr=errors,
         )

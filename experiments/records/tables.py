@@ -72,9 +72,10 @@ def filled(text: str, *, is_in_docs: bool = True) -> str:
 def source(part: str) -> str:
     """What made a record; `record.json` has the versions of packages too."""
     record = read_record(part)
+    gpu = f", {record['gpu']}" if record.get("gpu") else ""
     return (
         f"`make results PARTS={part}`, {record['minutes']:.0f} minutes, {record['date']}, commit "
-        f"{record['git_commit'][:10]}, {record['cpu']}, {record['cores']} cores"
+        f"{record['git_commit'][:10]}, {record['cpu']}, {record['cores']} cores{gpu}"
     )
 
 
@@ -90,6 +91,7 @@ def records() -> str:
     for name in PARTS:
         record = read_record(name)
         known = [str(record.get(key, NOT_MEASURED)) for key in ("minutes", "date", "cpu")]
+        known[-1] = record.get("gpu") or known[-1]
         rows.append([name, *known, record.get("git_commit", NOT_MEASURED)[:10]])
     return markdown.table(["part", "minutes", "date", "processor", "commit"], rows)
 

@@ -109,6 +109,22 @@ def test_a_failed_start_leaves_the_record_and_adds_its_time(
     assert 3 <= record["minutes"] < 3.5
 
 
+def test_only_a_part_that_takes_a_gpu_sees_one(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    (tree / "adder.py").write_text(
+        "import os, pathlib, sys\npathlib.Path(sys.argv[1], 'kept.txt').touch()\n"
+        "print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    commit(tree)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(make, "accelerator", lambda _: {"gpu": "H"})
+    for takes_gpu, seen, gpu in ((False, "", None), (True, "3", "H")):
+        part = replace(make.PARTS["one"], takes_gpu=takes_gpu)
+        monkeypatch.setattr(make, "PARTS", {"one": replace(part, command=f"adder {{out}} {gpu}")})
+        assert make.main([]) == 0
+        assert make.printed("one/printed.md") == seen
+        assert make.read_record("one")["gpu"] == gpu
+
+
 def test_a_part_that_lacks_an_input_is_left_out(tree: Path, capsys: pytest.CaptureFixture[str]):
     (tree / "data" / "rows").rename(tree / "elsewhere")
     assert make.main([]) == 0
