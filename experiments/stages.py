@@ -79,10 +79,10 @@ def run(stage: Stage, num_processes: int = 1) -> None:
     (stage.output_dir / MARK).unlink(missing_ok=True)
     print(f"\n=== {stage.output_dir}: {stage.script}", flush=True)
     words = command(stage, num_processes)
-    is_training = Path(stage.script).name.startswith("train_")  # which keeps checkpoints
-    if is_training and read_mark(stage.output_dir, BEGUN) != made_by:
-        words.append("--resume_from_checkpoint=none")
-    write_mark(stage.output_dir, made_by, BEGUN)
+    if read_mark(stage.output_dir, BEGUN) != made_by:
+        write_mark(stage.output_dir, made_by, BEGUN)
+        if Path(stage.script).name.startswith("train_"):  # which keeps checkpoints
+            words.append("--resume_from_checkpoint=none")
     status, last_lines = show(words, stage.output_dir / LOG)
     name = f"{stage.script} for {stage.output_dir}"
     refusals = [line for line in last_lines if line.startswith("error: ")]

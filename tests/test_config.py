@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,15 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
     written = "".join(path.read_text() for path in (tmp_path / "run").iterdir())
     assert not any(key in written for key in ("WANDB_API_KEY", "HF_TOKEN", "secret"))
     assert str(Path.home()) not in written
+
+
+def test_of_two_versions_the_one_that_is_imported_is_recorded(tmp_path, monkeypatch):
+    for version in ("1.0", "2.0"):
+        info = tmp_path / version / f"thing-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: thing\nVersion: {version}\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path / "1.0"), str(tmp_path / "2.0"), *sys.path])
+    assert run_folder.versions()["thing"] == "1.0"
 
 
 def test_a_gpu_is_recorded_with_what_drives_it(tmp_path, monkeypatch):

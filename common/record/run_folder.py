@@ -41,7 +41,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
 
     from common.text import sources
 
-    installed = {n: one.version for n in PACKAGES for one in metadata.distributions(name=n)}
+    installed = versions()
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -61,6 +61,11 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     save_config(output_dir / CONFIG, config)
     write_atomically(output_dir / ENVIRONMENT, [json.dumps(environment, indent=2) + "\n"])
+
+
+def versions() -> dict[str, str]:
+    """Versions of the installed packages. Of a package in two places the first is imported."""
+    return {one.name: one.version for one in reversed([*metadata.distributions()])}
 
 
 def mark_finished(output_dir: Path) -> None:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from common import distributed
 from common.config.parser import parse
+from common.launch import leave
 from common.record import run_folder
 from experiments.overoptimization import page
 from experiments.overoptimization.config import OveroptimizationConfig
@@ -52,5 +53,11 @@ def main(config: OveroptimizationConfig) -> None:
         print(f"wrote {path}", flush=True)
 
 
+def run() -> None:
+    """Run the experiment that the command line asks for, and end its process group."""
+    main(parse(OveroptimizationConfig))
+    leave()
+
+
 if __name__ == "__main__":
-    exit_with_status(lambda: main(parse(OveroptimizationConfig)))
+    exit_with_status(run)

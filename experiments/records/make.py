@@ -24,13 +24,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint.layout import describe
 from common.record.jsonl import read_jsonl
-from common.record.run_folder import accelerator, cpu_model
+from common.record.run_folder import accelerator, cpu_model, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "assets" / "results"
@@ -208,7 +207,7 @@ def make(name: str, commit: str, tree: Path) -> bool:
         "cores": os.cpu_count(),
         "gpu": accelerator(1)["gpu"] if part.takes_gpu else None,
         "python": platform.python_version(),
-        "packages": {d.name: d.version for d in metadata.distributions() if d.name in PACKAGES},
+        "packages": {name: v for name, v in versions().items() if name in PACKAGES},
     }
     from experiments.records import tables
 

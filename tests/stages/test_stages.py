@@ -102,6 +102,16 @@ def test_what_refuses_fails_or_stops_is_not_finished(stage):
     assert not any(map(is_finished, (stage, refused, failed, stopped)))
 
 
+def test_a_run_whose_end_its_driver_did_not_see_is_finished(stage):
+    """The driver was killed between the run's last file and the mark; the script trains nothing."""
+    run(stage)
+    (stage.output_dir / stages.MARK).unlink()
+    resumed = stage.output_dir.parent / "script.py"
+    resumed.write_text("print('finished before')\n")
+    run(stage)
+    assert is_finished(stage)
+
+
 def test_torchrun_starts_several_processes(stage):
     assert stages.command(stage, 1)[1] == stage.script
     words = stages.command(replace(stage, patch=Path("bug.py")), 2)
