@@ -80,11 +80,11 @@ def measured(results: Results) -> dict[str, dict[str, Any]]:
     return lines
 
 
-def means(part: str, systems: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
-    """A line per system: means over seeds. Only some systems and columns where they are given."""
+def means(part: str) -> str:
+    """A line per system: means over seeds."""
     seeds = [measured(results) for results in evaluations(part).values()]
-    names = systems or list(seeds[0])
-    keys = columns or [*COLUMNS, *(key for values in seeds[0].values() for key in values)]
+    names = list(seeds[0])
+    keys = [*COLUMNS, *(key for values in seeds[0].values() for key in values)]
     heads, rows = [], [[name] for name in names]
     for key in dict.fromkeys(keys):
         found = [[number(values[name].get(key)) for values in seeds] for name in names]
@@ -195,12 +195,6 @@ OF_SEED_0: dict[str, Callable[[Any], Any]] = {
 }
 TABLES: dict[str, Callable[[], str]] = {
     "scitldr.differences": partial(beside, "scitldr", "sft", ["dpo", "grpo"]),
-    "scitldr.short": partial(
-        means,
-        "scitldr",
-        systems=["reward", "sft", "dpo", "grpo"],
-        columns=["accuracy", "model", "rouge_l", "kl", "length"],
-    ),
     "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
 }
 for part in CHAINS:

@@ -1,4 +1,4 @@
-"""Speed compared with TRL: tables and pictures, by sampled token where both sides sample.
+"""Speed and quality compared with TRL: tables and pictures; by sampled token where both sample.
 
 `tables.py` draws `assets/<part>.png`, to be read on a phone.
 """
@@ -10,10 +10,16 @@ from typing import Any
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, save, style, titled_figure
+from experiments.outcomes import over
 from experiments.records import make
 from experiments.sweep.effects import DPI
 
 LEFT_OUT = ("unit", "goal", "% of ceiling", "tokens per rollout")  # shown by the record only
+STAGES = {  # by how they are judged, and the digits of that
+    "sft": ("gold reward", 3),
+    "reward": ("accuracy, %", 1),
+    **dict.fromkeys(("dpo", "grpo", "grpo, stop token"), ("gold reward", 3)),
+}
 MODELS = {"bench-tiny": "4 layers, 256 wide", "bench-gpt2-small": "GPT-2 small"}
 
 
@@ -38,6 +44,20 @@ def table() -> str:
         if own:
             lines.append([model, *(own.get(head, NOT_MEASURED) for head in heads)])
     return markdown.table(["times TRL's speed (memory)", *heads], lines)
+
+
+def quality() -> str:
+    """Minutes of each stage on both sides, and how good it is."""
+    found, lines = make.read("bench-quality/results.json"), []
+    for stage, (outcome, digits) in STAGES.items():
+        cells = []
+        for name, places in (("minutes", 1), (outcome, digits)):
+            for side in ("trl", "ours"):
+                values = [seed[stage][name] for seed in found[side] if stage in seed]
+                cells.append(over(values, places) if values else NOT_MEASURED)
+        lines.append([f"{stage}: {outcome}", *cells])
+    heads = ["", "minutes: TRL", "ours", "outcome: TRL", "ours"]
+    return markdown.table(heads, lines)
 
 
 def against_trl(part: str) -> str:

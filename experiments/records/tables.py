@@ -38,7 +38,7 @@ def write() -> None:
         chains.draw(part)
     for part in filter(read_record, speed.MODELS):
         speed.draw(part)
-    if read_record(film.SEEDS[0]):
+    if any(map(read_record, film.SEEDS)):
         film.draw()
     if read_record(reward_curve.PART):
         reward_curve.draw()
@@ -143,6 +143,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overoptimization": turns,
     **film.TABLES,
     "bench-tiny.short": speed.table,
+    "bench-quality.short": speed.quality,
     "one-sentence": reward_curve.shown,
     "one-sentence.short": reward_curve.short,
     "one-sentence.differences": reward_curve.differences,

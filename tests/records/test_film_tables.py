@@ -147,14 +147,18 @@ def test_reward_models_are_compared_on_the_same_pairs(records):
 
 def test_methods_are_compared_at_the_same_kl(records):
     found = cells(film.at_kls())
-    assert found["GRPO"][0].startswith("2.83 [")
-    assert found["GRPO"][1:] == ["–", "–"]  # it reaches 4 nats
-    assert found["DPO"] == ["–", "–", "–"]  # it reaches 1
+    assert found["GRPO"][0].startswith("2.00 [")
+    assert found["GRPO"][1].startswith("2.83 [")
+    assert found["GRPO"][2:] == ["–", "–"]  # it reaches 4 nats
+    assert found["DPO"][0].startswith("1.00 [")
+    assert found["DPO"][1:] == ["–", "–", "–"]
+    assert found["SFT on the best of 16"] == ["–"] * 4  # it was not run
     between = cells(film.differences())
-    assert between["GRPO with rejection - GRPO"] == ["+0.00 [+0.00, +0.00]", "–", "–"]
-    assert between["GRPO - best of n"][0].startswith("+2.83 [")
-    assert between["GRPO - best of n"][0].endswith(r"\*\*")
-    assert between["GRPO - DPO"] == ["–", "–", "–"]
+    assert between["GRPO with rejection - GRPO"] == ["+0.00 [+0.00, +0.00]"] * 2 + ["–", "–"]
+    assert between["GRPO - best of n"][1].startswith("+2.83 [")
+    assert between["GRPO - best of n"][1].endswith(r"\*\*")
+    assert between["GRPO - DPO"][0].startswith("+1.00 [")
+    assert between["GRPO - DPO"][1:] == ["–", "–", "–"]
 
 
 def test_texts_and_samples_are_those_of_the_farthest_policies(records, tmp_path, monkeypatch):
