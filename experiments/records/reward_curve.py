@@ -93,12 +93,6 @@ def shown() -> str:
     return f"{picture}\n\n{table(policies)}"
 
 
-def short() -> str:
-    """The chat model, the best of its most samples, and the trained policy."""
-    found = read()
-    return table([found.best[1], found.best[max(found.best)], found.trained])
-
-
 def table(policies: list[Point]) -> str:
     """A line per policy."""
     heads = ["policy", "KL at temperature 0.7 [95%]", "passes, % [95%]", "seeds"]

@@ -145,7 +145,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-tiny.short": speed.table,
     "bench-quality.short": speed.quality,
     "one-sentence": reward_curve.shown,
-    "one-sentence.short": reward_curve.short,
     "one-sentence.differences": reward_curve.differences,
     "bench-tiny": partial(speed.against_trl, "bench-tiny"),
     "bench-gpt2-small": partial(speed.against_trl, "bench-gpt2-small"),
