@@ -2,10 +2,11 @@ r"""Type prompts, and read what one or two models write.
 
     python -m experiments.chat output/demo/sft/model --compare output/demo/grpo/model
 
-A prompt is one line, in which `\n` is a line break; earlier ones are forgotten. It gets the form of
-the prompts in `samples.jsonl` of the model's run: the chat template, or their header and cue, as
-`TL;DR:`. A model without a run gets the template if it has one. Temperature 1 samples from the
-policy itself, 0 takes the most likely tokens. An empty line or Ctrl-D ends the command.
+A prompt is one line, in which `\n` is a line break; earlier ones are forgotten. It is put into the
+form of the prompts in `samples.jsonl` of the model's run: the chat template, or their header and
+cue, as `TL;DR:`. For a model without a run it is put into the chat template, if there is one.
+Temperature 1 samples from the policy itself, 0 takes the most likely tokens. An empty line or
+Ctrl-D ends the command.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from common.record import run_folder, terminal
 from common.record.jsonl import read_jsonl
 from common.text import chat, truncate
 
-TITLE = "TITLE: Is this normal?"  # that of a sample would give its facts away
+TITLE = "TITLE: Is this normal?"  # a sample's own title tells facts of its post
 
 
 def prompt_ids(text: str, sample: str, tokenizer: Any) -> list[int]:
@@ -41,7 +42,7 @@ def prompt_ids(text: str, sample: str, tokenizer: Any) -> list[int]:
 
 
 def load_policy(path: str, flags: argparse.Namespace) -> tuple[Any, Any, str]:
-    """Model, tokenizer and a sampled prompt of a folder or hub id; a UserError if it is none."""
+    """Model, tokenizer and a sampled prompt of a folder or hub id."""
     config = CommonConfig(output_dir="unused", model_name_or_path=path)
     vocabulary, run = load.load_vocabulary(config), run_folder.config_of_run(path)
     model_config = load.find_config(path, None, config)
@@ -68,6 +69,8 @@ def main() -> None:
     parser.add_argument("--max_completion_length", type=int, help="tokens (default: the run's)")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
+    if flags.temperature < 0 or flags.max_completion_length == 0:
+        parser.error("the temperature must not be negative, nor the completion length 0")
     distributed.quieten()
     policies = {path: load_policy(path, flags) for path in (flags.model, flags.compare) if path}
     with contextlib.suppress(EOFError):

@@ -1,11 +1,12 @@
 """One-line changes of the code: what a stage measures before and after each.
 
-    python -m experiments.exercises        # all, on a CPU 8 minutes after `make demo`
+    make demo                              # the models that the changes are tried on
+    python -m experiments.exercises        # all: 8 minutes on a CPU
     python -m experiments.exercises 1 5    # some
 
-Each change is made in a copy of the code, on the models of the demo. `docs/reading.md` has the
-questions. What was measured is kept in `output_dir`, with the change, the code and the models that
-it is of: the same command resumes, and what has changed is measured again.
+Each change is made in a copy of the code. `docs/reading.md` has the questions. What was measured is
+kept in `output_dir`, with the change, and with digests of the code and the models: the same command
+resumes, and what has changed is measured again.
 """
 
 import argparse
@@ -33,7 +34,7 @@ class Exercise:
     """A line of a file, what it becomes, and the run that shows the effect."""
 
     file: str
-    old: str  # stands once in the file
+    old: str  # occurs once in the file
     new: str
     command: str  # of a stage, by its name in `COMMANDS`
     metrics: tuple[str, ...]
@@ -77,6 +78,8 @@ def last_values(kept: Path, models: Path, command: str, change: Exercise | None)
         (tree / "output" / "demo").symlink_to(models.resolve())
         if change:
             code = tree / change.file
+            if code.read_text().count(change.old) != 1:
+                sys.exit(f"error: {change.file} must have this once: {change.old}")
             code.write_text(code.read_text().replace(change.old, change.new))
         words = [*command.split(), "--output_dir", "output/run"]
         run = subprocess.run([sys.executable, *words], cwd=tree, capture_output=True, text=True)
@@ -97,6 +100,8 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=ROOT / "output" / "demo", help="demo's runs")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "output" / "exercises")
     flags = parser.parse_args()
+    if not set(flags.numbers) <= set(every):
+        parser.error(f"the exercises are {every[0]} to {every[-1]}")
     print("| exercise | metric | before | after |\n|---|---|---|---|", flush=True)
     for number in flags.numbers or every:
         one = EXERCISES[number - 1]

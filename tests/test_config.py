@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,15 @@ def test_of_two_versions_the_one_that_is_imported_is_recorded(tmp_path, monkeypa
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: thing\nVersion: {version}\n")
     monkeypatch.setattr("sys.path", [str(tmp_path / "1.0"), str(tmp_path / "2.0"), *sys.path])
     assert run_folder.versions()["thing"] == "1.0"
+
+
+def test_a_commit_with_a_tag_is_recorded_by_its_hash(tmp_path, monkeypatch):
+    me = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    commit = [*me, "commit", "-q", "--allow-empty", "-m", "one"]
+    for words in (["init", "-q"], commit, [*me, "tag", "-a", "v1", "-m", "one"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "run_folder.py"))
+    assert re.fullmatch("[0-9a-f]{40}", run_folder.git_commit() or "")
 
 
 def test_a_gpu_is_recorded_with_what_drives_it(tmp_path, monkeypatch):

@@ -145,7 +145,8 @@ def cpu_model() -> str:
 def git_commit() -> str | None:
     """The commit of this checkout, with `-dirty` where files differ; None outside a checkout."""
     root = Path(__file__).resolve().parent
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    no_tags = ["--always", "--exclude=*", "--abbrev=40"]
+    command = ["git", "-C", str(root), "describe", "--dirty", *no_tags]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -57,16 +57,19 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
         config = parse(config_class(script), [*small, *flags, *forced, "--output_dir", folder])
         for name, value in texts["only"].items():
             if getattr(config, name) != value:
-                raise config.refused(name, f"{value}, which the page has the formulas of")
+                raise config.refused(name, f"{value}: the page has no formulas of others")
         distributed.start()
         trace = trace_step(module.main, config, functions)
     numbers = explain(trace, config, stage, trace.of("load_vocabulary")[0].result)
     content = with_links(numbers, trace, stage)
+    content["settings"] = {name: getattr(config, name) for name in texts["settings"]}
+    commit, _, changed = (git_commit() or "unknown").partition("-")
     facts = {
         "command": " ".join(["python -m experiments.explain", script, *flags]),
         "model": config.model_name_or_path,
         "seed": str(config.seed),
-        "commit": (git_commit() or "unknown")[:10],
+        "commit": commit[:10] + (", with changes" if changed else ""),
+        "settings": ", ".join(f"{name} {value}" for name, value in content["settings"].items()),
     }
     file = Path(output or f"output/explain/{stage}.html")
     file.parent.mkdir(parents=True, exist_ok=True)

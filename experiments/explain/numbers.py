@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common import data
+from common.errors import UserError
 from common.losses import kl_estimate
 from common.padding import MAKERS, AnyBatch, PaddedBatch
 from common.text.example import Vocabulary
@@ -125,11 +126,14 @@ def sft(trace: Trace, config: Any) -> Record:
     return {"completions": found}
 
 
-def with_labels(found: list[Record]) -> list[Record]:
-    """Completions of pairs, chosen first, with their labels."""
+def with_pairs(found: list[Record], pairs: Mapping[str, Tensor]) -> Record:
+    """The record of completions in pairs, chosen first, and of the pairs."""
     for k, one in enumerate(found):
         one["label"] = f"row {one['row'] + 1}, {('chosen', 'rejected')[k % 2]}"
-    return found
+    return {
+        "completions": found,
+        "pairs": records({"row": [o["row"] for o in found[::2]], **pairs}),
+    }
 
 
 def reward(trace: Trace, config: Any) -> Record:
@@ -152,7 +156,7 @@ def reward(trace: Trace, config: Any) -> Record:
         "moved_as_wanted": difference_after > chosen - rejected,
     }
     found = completions(trace, {}, reward=scores.flatten(), reward_after=after.flatten())
-    return {"completions": with_labels(found), "pairs": records(pairs)}
+    return with_pairs(found, pairs)
 
 
 def dpo(trace: Trace, config: Any) -> Record:
@@ -173,7 +177,7 @@ def dpo(trace: Trace, config: Any) -> Record:
         "moved_as_wanted": logits_after > logits,
     }
     found = completions(trace, tokens, **columns, sum_logp=sums, sum_ref_logp=refs)
-    return {"completions": with_labels(found), "pairs": records(pairs)}
+    return with_pairs(found, pairs)
 
 
 def grpo(trace: Trace, config: Any) -> Record:
@@ -195,12 +199,15 @@ def grpo(trace: Trace, config: Any) -> Record:
             one["advantage"] = advantages[slot]
             one["moved_as_wanted"] = (one["factor"] - 1) * advantages[slot] > 0
     counts = trace.of("plan_updates")[-1].result[0].denominators
-    step = {"denominator": counts.num_sequences, "num_tokens": counts.num_tokens}
-    call = trace.of("_deviations", "group_advantages")[-1]
+    if not (calls := trace.of("_deviations", "group_advantages")):
+        raise UserError(
+            "a reward function rewards steps of a completion; the page has no formulas."
+        )
+    call = calls[-1]
     means = (call.arguments["rewards"].double() - call.result)[:, 0]
     prompts = {"row": selected.groups.rows, "mean": means, "std": call.result.std(1)}
-    numbers = {name: float(value) for name, value in step.items()}
-    return {"completions": found, "prompts": records(prompts), "step": numbers}
+    step = {"denominator": float(counts.num_sequences)}
+    return {"completions": found, "prompts": records(prompts), "step": step}
 
 
 def candidates(trace: Trace, config: Any) -> list[Record]:

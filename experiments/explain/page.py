@@ -44,12 +44,13 @@ def code_line(function: str, code: str = "") -> dict[str, Any]:
 
 
 def repository() -> str:
-    """Address of the commit's files on GitHub, if the checkout has such a remote; else empty."""
+    """Address of the commit's files on GitHub; empty without such a remote or with changes."""
     command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
     url = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     name = re.fullmatch(r"(?:https://|git@)github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?", url)
-    commit = (git_commit() or "").partition("-")[0]
-    return f"https://github.com/{name[1]}/blob/{commit}/" if name and commit else ""
+    commit = git_commit() or "-dirty"
+    is_there = name and not commit.endswith("-dirty")
+    return f"https://github.com/{name[1]}/blob/{commit}/" if name and is_there else ""
 
 
 def with_links(numbers: dict[str, Any], trace: Trace, stage: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -66,7 +67,8 @@ def page(request: pytest.FixtureRequest, folder: Path) -> Page:
     """The page's data, and what computes it again."""
     stage = request.param
     flags = f"{COMMON} {STAGES[stage]} --learning_rate {RATE} --seed 1".split()
-    with tiny.working_directory(folder):
+    unknown = mock.patch("experiments.explain.page.repository", return_value="")  # no links to it
+    with tiny.working_directory(folder), unknown:
         text = command.write(f"train_{stage}.py", flags).read_text()
     assert len(text) < 300_000
     assert "http" not in text.replace("http-equiv", "")
@@ -115,7 +117,7 @@ def recompute(page: Page, lm: Any, ref: Any) -> dict[str, Any]:
         number |= {"completion advantage": wanted, "completion mean_loss": mean_loss}
         number |= {"token ref_logp": refs, "token ratio": ratio, "token kl": kl}
         number |= {"token policy_term": term, "token token_loss": term + BETA * kl}
-        number |= {"token clipped": 0 * refs, "step num_tokens": num_tokens}
+        number["token clipped"] = 0 * refs
         number["token sampler_logp"] = score(lm, every)
     else:
         ref_sums = total(score(ref, trained).detach()) if stage == "dpo" else 0 * scores.detach()
@@ -210,6 +212,22 @@ def test_a_changed_number_is_noticed(page, expected):
     assert wrong(page, expected) == []
 
 
+def test_settings_are_those_of_the_step(page):
+    wanted = {"max_grad_norm": MAX_NORM}
+    wanted |= {"dpo": {"beta": BETA}, "grpo": {"beta": BETA, "temperature": TEMPERATURE}}.get(
+        page["stage"], {}
+    )
+    assert page["settings"].items() >= wanted.items()
+
+
+def test_rewards_of_steps_are_refused(folder):
+    text = "def score(completion_ids, **_): return [[(1, 0.5), (2, 1.0)] for _ in completion_ids]\n"
+    (folder / "steps.py").write_text(text)
+    flags = f"{COMMON} {STAGES['grpo']} --seed 1".replace("rewards.py", "steps.py").split()
+    with tiny.working_directory(folder), pytest.raises(UserError, match="rewards steps of a"):
+        command.write("train_grpo.py", flags)
+
+
 def test_every_number_has_a_formula_and_its_line(page):
     names = {name.partition(" ")[2] for name in columns(page)}
     assert names == page["quantities"].keys()
@@ -270,9 +288,12 @@ def test_a_model_that_is_not_there_is_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "flag"), [("dpo", "loss_type ipo"), ("grpo", "scale_rewards none")]
+    ("stage", "flag"),
+    [("dpo", "loss_type ipo"), ("dpo", "loss_weights 2"), ("grpo", "scale_rewards none")],
 )
 def test_an_objective_without_formulas_is_refused(stage, flag, folder):
     with tiny.working_directory(folder), pytest.raises(UserError) as error:
         command.write(f"train_{stage}.py", f"{COMMON} {STAGES[stage]} --{flag}".split())
-    tiny.check_sentence(error.value, f"--{flag.partition(' ')[0]} is", "which the page has")
+    tiny.check_sentence(
+        error.value, f"--{flag.partition(' ')[0]} is", "the page has no formulas of others"
+    )
