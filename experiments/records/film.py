@@ -353,6 +353,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "film-1.differences": differences,
     "film-1.texts": texts,
     "film-1.samples": samples,
+    "film-0.at_kls": partial(at_kls, SEEDS[:1]),
     "film-bf16.reward_models": partial(reward_models, BFLOAT16),
     "film-bf16.at_kls": partial(at_kls, BFLOAT16),
 }
