@@ -37,6 +37,7 @@ NAMES = {name: f"{votes:,} votes" for name, votes in VOTES.items()} | {
     GOLD: "3,000 votes, other half: gold",
 }
 EVALUATIONS = {"votes": "evaluation", "means": "evaluation-means"}
+PENALTY = -1.0  # the experiment's missing_eos_penalty
 TICKS = (0.5, 1, 2, 5, 10)  # of the figure's KL
 KLS = (1.0, 2.0, 5.0, 10.0)  # nats per completion; 1 was added when DPO's results were seen
 # Methods by the names of their tracks. Of GRPO each beta is a track.
@@ -243,6 +244,20 @@ def differences(parts: Sequence[str] = SEEDS) -> str:
     return markdown.table(["difference", *(f"KL {kl:g}" for kl in KLS)], rows)
 
 
+def unfinished(parts: Sequence[str] = SEEDS) -> str:
+    """How gold judges completions that did not stop, whose proxy reward is the penalty."""
+    lines = []
+    for folder in folders(parts):
+        policies = [p for own in measured(folder).values() for p in own.values()]
+        is_cut = np.concatenate([policy.proxy.ravel() == PENALTY for policy in policies])
+        gold = np.concatenate([policy.gold.ravel() for policy in policies])
+        name = folder.name.replace("_", " ")
+        lines.append(
+            f"{name}: {100 * is_cut.mean():.0f}% of completions, {gold[is_cut].mean():.2f}"
+        )
+    return f"Not stopped, and the mean gold reward of these: {'; '.join(lines)}."
+
+
 # ---- texts ---------------------------------------------------------------------------------------
 
 
@@ -351,6 +366,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "film-1.shown": shown,
     "film-1.at_kls": at_kls,
     "film-1.differences": differences,
+    "film-1.unfinished": unfinished,
     "film-1.texts": texts,
     "film-1.samples": samples,
     "film-0.at_kls": partial(at_kls, SEEDS[:1]),

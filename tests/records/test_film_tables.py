@@ -161,6 +161,19 @@ def test_methods_are_compared_at_the_same_kl(records):
     assert between["GRPO - DPO"][1:] == ["–", "–", "–"]
 
 
+def test_completions_that_did_not_stop_are_counted_with_their_gold_reward(records):
+    for seed in range(SEEDS):
+        folder = (
+            records / f"film-{seed}" / f"seed_{seed}" / "frontier" / f"seed_{seed}" / "measured"
+        )
+        ones = np.ones((PROMPTS, 2))
+        write(folder / "rejection_16.json", ones, ones * [5, seed], ones * [1, film.PENALTY])
+    every = PROMPTS * (64 + 6 * 2 + 2)
+    share = f"{100 * PROMPTS / every:.0f}% of completions"
+    lines = [f"seed {seed}: {share}, {seed}.00" for seed in range(SEEDS)]
+    assert film.unfinished().endswith(f"{'; '.join(lines)}.")
+
+
 def test_texts_and_samples_are_those_of_the_farthest_policies(records, tmp_path, monkeypatch):
     lines = cells(film.texts())
     assert lines["DPO over beta, beta 10"][0] == "1.00"  # the smallest beta is the farthest
