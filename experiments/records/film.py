@@ -7,7 +7,7 @@ random, and its interval covers both draws (`Crossed`).
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import sqrt
 from pathlib import Path
@@ -38,6 +38,7 @@ NAMES = {name: f"{votes:,} votes" for name, votes in VOTES.items()} | {
 }
 EVALUATIONS = {"votes": "evaluation", "means": "evaluation-means"}
 PENALTY = -1.0  # the experiment's missing_eos_penalty
+FIRST_WORDS = 8  # of a completion, for the share of distinct ones: long texts repeat more
 TICKS = (0.5, 1, 2, 5, 10)  # of the figure's KL
 KLS = (1.0, 2.0, 5.0, 10.0)  # nats per completion; 1 was added when DPO's results were seen
 # Methods by the names of their tracks. Of GRPO each beta is a track.
@@ -176,17 +177,25 @@ def measured(folder: Path) -> dict[str, dict[float, Measured]]:
     }
 
 
-def seed_points(folder: Path) -> SeedPoints:
-    """What the figure is made of."""
-    policies = dict(measured(folder))
+def seed_points(folder: Path, with_penalty: bool = False) -> SeedPoints:
+    """What the figure is made of; `with_penalty`, not stopping costs the gold reward as well."""
+    policies = {
+        method: {setting: penalised(own) if with_penalty else own for setting, own in found.items()}
+        for method, found in measured(folder).items()
+    }
     (pool,) = policies.pop("pool").values()
     return SeedPoints(int(folder.name.removeprefix("seed_")), pool, policies)
 
 
+def penalised(policy: Measured) -> Measured:
+    """The policy with the proxy's penalty in the gold rewards too."""
+    return replace(policy, gold=np.where(policy.proxy == PENALTY, PENALTY, policy.gold))
+
+
 @cache
-def tracks(folder: Path) -> Mapping[str, Sequence[Point]]:
+def tracks(folder: Path, with_penalty: bool) -> Mapping[str, Sequence[Point]]:
     """The points of each method."""
-    return tracks_of(seed_points(folder), SIZES)
+    return tracks_of(seed_points(folder, with_penalty), SIZES)
 
 
 def gain_at(track: Sequence[Point], kl: float) -> Values | None:
@@ -204,44 +213,50 @@ def gain_at(track: Sequence[Point], kl: float) -> Values | None:
     return None
 
 
-def gains(parts: Sequence[str], method: str, kl: float) -> Values | None:
+@cache
+def gains(
+    parts: Sequence[str], method: str, kl: float, with_penalty: bool = False
+) -> Crossed | None:
     """Gold gains (S, P) of a method at a KL: the mean over tracks that reach it on all seeds."""
-    seeds = [tracks(folder) for folder in folders(parts)]
+    seeds = [tracks(folder, with_penalty) for folder in folders(parts)]
     names = [name for name in seeds[0] if METHODS[method].fullmatch(name)]
     by_track = [[gain_at(seed[name], kl) for seed in seeds] for name in names]
     reached = [np.array(own, float) for own in by_track if not any(v is None for v in own)]
-    return np.mean(reached, axis=0) if reached else None
+    return Crossed(np.mean(reached, axis=0)) if reached else None
+
+
+def by_kl(title: str, rows: Mapping[str, Sequence[str]]) -> str:
+    """A table with a column for each KL that something reaches."""
+    reached = [i for i in range(len(KLS)) if any(own[i] != NOT_MEASURED for own in rows.values())]
+    cells = [[name, *(own[i] for i in reached)] for name, own in rows.items()]
+    return markdown.table([title, *(f"KL {KLS[i]:g}" for i in reached)], cells)
 
 
 def at_kls(parts: Sequence[str] = SEEDS) -> str:
     """The gold gain of each method at each KL."""
-    rows = []
-    for method in METHODS:
-        found = [gains(parts, method, kl) for kl in KLS]
-        cells = [NOT_MEASURED if own is None else Crossed(own).cell() for own in found]
-        rows.append([method, *cells])
-    return markdown.table(["gold gain over SFT", *(f"KL {kl:g}" for kl in KLS)], rows)
+    found = {method: [gains(parts, method, kl) for kl in KLS] for method in METHODS}
+    rows = {
+        method: [own.cell() if own else NOT_MEASURED for own in gained]
+        for method, gained in found.items()
+    }
+    return by_kl("gold gain over SFT", rows)
 
 
-def differences(parts: Sequence[str] = SEEDS) -> str:
+def differences(parts: Sequence[str] = SEEDS, with_penalty: bool = False) -> str:
     """Differences of methods at the same KL, the same seed and prompt."""
-    found = {}
+    found: dict[tuple[str, str], list[Crossed | None]] = {}
     for pair in COMPARED:
-        for kl in KLS:
-            own, other = (gains(parts, method, kl) for method in pair)
-            if own is not None and other is not None:
-                found[pair, kl] = Crossed(own - other)
-    rows = [
-        [
-            " - ".join(pair),
-            *(
-                found[pair, kl].difference(len(found)) if (pair, kl) in found else NOT_MEASURED
-                for kl in KLS
-            ),
+        sides = [[gains(parts, method, kl, with_penalty) for kl in KLS] for method in pair]
+        found[pair] = [
+            Crossed(own.values - other.values) if own and other else None
+            for own, other in zip(*sides, strict=True)
         ]
-        for pair in COMPARED
-    ]
-    return markdown.table(["difference", *(f"KL {kl:g}" for kl in KLS)], rows)
+    family = sum(own is not None for row in found.values() for own in row)
+    rows = {
+        " - ".join(pair): [own.difference(family) if own else NOT_MEASURED for own in row]
+        for pair, row in found.items()
+    }
+    return by_kl("difference", rows)
 
 
 def unfinished(parts: Sequence[str] = SEEDS) -> str:
@@ -251,10 +266,8 @@ def unfinished(parts: Sequence[str] = SEEDS) -> str:
         policies = [p for own in measured(folder).values() for p in own.values()]
         is_cut = np.concatenate([policy.proxy.ravel() == PENALTY for policy in policies])
         gold = np.concatenate([policy.gold.ravel() for policy in policies])
-        name = folder.name.replace("_", " ")
-        lines.append(
-            f"{name}: {100 * is_cut.mean():.0f}% of completions, {gold[is_cut].mean():.2f}"
-        )
+        share, mean = 100 * is_cut.mean(), round(gold[is_cut].mean(), 2) + 0.0  # not -0.00
+        lines.append(f"{folder.name.replace('_', ' ')}: {share:.0f}% of completions, {mean:.2f}")
     return f"Not stopped, and the mean gold reward of these: {'; '.join(lines)}."
 
 
@@ -270,28 +283,30 @@ def farthest(folder: Path) -> dict[str, tuple[Measured, list[int]]]:
     for method, settings in policies.items():
         if method != "pool":
             setting, policy = list(settings.items())[-1]
-            found[f"{plots.title(method)}, {plots.setting(method)} {setting:g}"] = (policy, first)
+            found[policy_name(method, setting)] = (policy, first)
     return found
 
 
+def policy_name(method: str, setting: float) -> str:
+    """Of a measured policy, for a reader."""
+    if method == "rejection":
+        return f"SFT on the best of {setting:g}"
+    name = re.sub(r" num_candidates=(\d+)", r", \1 candidates", plots.title(method))
+    name = name.replace(" over beta", "").replace("=", " ")
+    return f"{name}, {plots.setting(method)} {setting:g}"
+
+
 def distinct(texts: Sequence[str], n: int) -> float:
-    """Distinct n-grams of words, as a share of all in the texts (Li et al. 2016)."""
-    words = [text.split() for text in texts]
+    """Distinct n-grams in the first words of all texts, as a share (Li et al. 2016)."""
+    words = [text.split()[:FIRST_WORDS] for text in texts]
     grams = [tuple(own[i : i + n]) for own in words for i in range(len(own) - n + 1)]
     return len(set(grams)) / len(grams)
 
 
 def texts(parts: Sequence[str] = SEEDS) -> str:
     """What the farthest policies write: one completion of each prompt."""
-    heads = [
-        "policy",
-        "KL",
-        "gold",
-        "tokens",
-        "distinct words, %",
-        "pairs, %",
-        "log-prob per token",
-    ]
+    heads = ["policy", "KL", "gold", "tokens", "stopped, %"]
+    heads += ["distinct words, %", "pairs, %", "log-prob per token"]
     rows: dict[str, list[list[float]]] = {}
     for folder in folders(parts):
         for name, (policy, chosen) in farthest(folder).items():
@@ -299,9 +314,10 @@ def texts(parts: Sequence[str] = SEEDS) -> str:
             own = [policy.texts[i][k] for i, k in enumerate(chosen)]
             kl = float(policy.log_ratio.mean()) if name != "best of 64" else float("nan")
             values = [kl, *(float(v[at].mean()) for v in (policy.gold, policy.lengths))]
+            values.append(100 * float((policy.proxy[at] != PENALTY).mean()))
             values += [100 * distinct(own, 1), 100 * distinct(own, 2)]
             rows.setdefault(name, []).append([*values, float(policy.fluency[at].mean())])
-    digits = (2, 2, 1, 0, 0, 2)
+    digits = (2, 2, 1, 0, 0, 0, 2)
     cells = [
         [name, *(f"{value:.{n}f}" for value, n in zip(np.mean(own, 0), digits, strict=True))]
         for name, own in rows.items()
@@ -367,6 +383,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "film-1.at_kls": at_kls,
     "film-1.differences": differences,
     "film-1.unfinished": unfinished,
+    "film-1.differences_with_penalty": partial(differences, with_penalty=True),
     "film-1.texts": texts,
     "film-1.samples": samples,
     "film-0.at_kls": partial(at_kls, SEEDS[:1]),

@@ -72,24 +72,29 @@ def test_distinct_words_and_pairs():
     texts = ["a b a b", "a c"]
     assert film.distinct(texts, 1) == 3 / 6
     assert film.distinct(texts, 2) == 3 / 4
+    long = "a b c d e f g h"
+    assert film.distinct([long, f"{long} only the first eight count"], 1) == 8 / 16
 
 
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three seeds: the gold gain of DPO is the root of its KL, that of GRPO twice as much."""
     monkeypatch.setattr(make, "RECORDS", tmp_path)
-    for function in (film.scores, film.measured, film.tracks):
+    for function in (film.scores, film.measured, film.tracks, film.gains):
         function.cache_clear()
     for seed in range(SEEDS):
-        folder = tmp_path / f"film-{seed}" / f"seed_{seed}"
-        save_scores(folder, seed)
-        save_policies(folder / "frontier" / f"seed_{seed}" / "measured", seed)
+        save_scores(tmp_path / f"film-{seed}" / f"seed_{seed}", seed)
+        save_policies(measured(tmp_path, seed), seed)
     baselines = {"lexicon": [[1, 0], [0, 0]], "ridge": [[1, 0], [0, 1]]}
     rows = baselines | {"other people": [[2, -1], [1, 0]]}
     (tmp_path / "film-baselines").mkdir()
     text = json.dumps({"votes": rows, "means": rows})
     (tmp_path / "film-baselines" / "scores.json").write_text(text)
     return tmp_path
+
+
+def measured(records: Path, seed: int) -> Path:
+    return records / f"film-{seed}" / f"seed_{seed}" / "frontier" / f"seed_{seed}" / "measured"
 
 
 def save_scores(folder: Path, seed: int) -> None:
@@ -149,25 +154,39 @@ def test_methods_are_compared_at_the_same_kl(records):
     found = cells(film.at_kls())
     assert found["GRPO"][0].startswith("2.00 [")
     assert found["GRPO"][1].startswith("2.83 [")
-    assert found["GRPO"][2:] == ["–", "–"]  # it reaches 4 nats
+    assert len(found["GRPO"]) == 2  # nothing reaches 5 or 10 nats
     assert found["DPO"][0].startswith("1.00 [")
-    assert found["DPO"][1:] == ["–", "–", "–"]
-    assert found["SFT on the best of 16"] == ["–"] * 4  # it was not run
+    assert found["DPO"][1] == "–"
+    assert found["SFT on the best of 16"] == ["–", "–"]  # it was not run
     between = cells(film.differences())
-    assert between["GRPO with rejection - GRPO"] == ["+0.00 [+0.00, +0.00]"] * 2 + ["–", "–"]
+    assert between["GRPO with rejection - GRPO"] == ["+0.00 [+0.00, +0.00]"] * 2
     assert between["GRPO - best of n"][1].startswith("+2.83 [")
     assert between["GRPO - best of n"][1].endswith(r"\*\*")
     assert between["GRPO - DPO"][0].startswith("+1.00 [")
-    assert between["GRPO - DPO"][1:] == ["–", "–", "–"]
+    assert between["GRPO - DPO"][1] == "–"
+
+
+def test_with_penalty_not_stopping_costs_gold_too(records):
+    halves, expected = np.ones((PROMPTS, 2)), []
+    for seed in range(SEEDS):
+        start = np.random.default_rng(seed).normal(size=PROMPTS)
+        gold, proxy = start[:, None] + halves * [1, 100], halves * [1, film.PENALTY]
+        write(measured(records, seed) / "dpo_10.json", halves, gold, proxy)
+        expected.append(2 - np.mean((start + 1 + film.PENALTY) / 2 - start))
+    found = cells(film.differences(with_penalty=True))["GRPO - DPO"][0]
+    assert found.startswith(f"{np.mean(expected):+.2f} [")
+    assert cells(film.differences())["GRPO - DPO"][0].startswith("-48.50 [")
 
 
 def test_completions_that_did_not_stop_are_counted_with_their_gold_reward(records):
     for seed in range(SEEDS):
-        folder = (
-            records / f"film-{seed}" / f"seed_{seed}" / "frontier" / f"seed_{seed}" / "measured"
-        )
         ones = np.ones((PROMPTS, 2))
-        write(folder / "rejection_16.json", ones, ones * [5, seed], ones * [1, film.PENALTY])
+        write(
+            measured(records, seed) / "rejection_16.json",
+            ones,
+            ones * [5, seed],
+            ones * [1, film.PENALTY],
+        )
     every = PROMPTS * (64 + 6 * 2 + 2)
     share = f"{100 * PROMPTS / every:.0f}% of completions"
     lines = [f"seed {seed}: {share}, {seed}.00" for seed in range(SEEDS)]
@@ -176,8 +195,8 @@ def test_completions_that_did_not_stop_are_counted_with_their_gold_reward(record
 
 def test_texts_and_samples_are_those_of_the_farthest_policies(records, tmp_path, monkeypatch):
     lines = cells(film.texts())
-    assert lines["DPO over beta, beta 10"][0] == "1.00"  # the smallest beta is the farthest
-    assert lines["GRPO, beta=0.1, step 20"][0] == "4.00"
+    assert lines["DPO, beta 10"][0] == "1.00"  # the smallest beta is the farthest
+    assert lines["GRPO, beta 0.1, step 20"][0] == "4.00"
     assert lines["best of 64"][0] == "–"
     assert lines["SFT"][2] == "5.0"
     rows = make.cells(film.samples())
