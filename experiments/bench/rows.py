@@ -94,15 +94,3 @@ CHECKS = {
     for stage in ("sft", "reward", "dpo")
 }
 EVERY_ROW = ROWS | CHECKS
-
-
-def find_row(name: str) -> BenchRow:
-    """The row or check of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    known = ROWS | CHECKS
-    if name not in known:
-        raise ValueError(f"--row is {name!r}; it must be one of {', '.join(known)}.")
-    return known[name]
