@@ -34,7 +34,7 @@ class Call:
 
     arguments: dict[str, Any]  # by name
     result: Any
-    caller: str  # the function of the project that called it
+    caller: str  # the function that called it
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Trace:
     @property
     def forwards(self) -> list[Call]:
         """The forward passes whose backward pass gave the gradient, one of each micro-batch."""
-        return [call for call in self.of("forward") if scores_of(call).requires_grad]
+        return [call for call in self.of("forward") if scores_of(call.result).requires_grad]
 
     @property
     def batches(self) -> list[Any]:
@@ -60,9 +60,9 @@ class Trace:
         return [call.arguments["batch"] for call in self.forwards]
 
 
-def scores_of(forward: Call) -> Tensor:
+def scores_of(output: Any) -> Tensor:
     """Log-probs (B, C) of a policy's forward pass, or rewards (B,) of a reward model's."""
-    scores: Tensor = getattr(forward.result, "token_logps", forward.result)
+    scores: Tensor = getattr(output, "token_logps", output)
     return scores
 
 
@@ -74,8 +74,7 @@ def trace_step(main: Callable[[Any], None], config: Any, functions: Sequence[str
         with torch.no_grad():
             for call in trace.forwards:
                 inputs = {name: value for name, value in call.arguments.items() if name != "self"}
-                scores = run.module(**inputs)
-                trace.after.append(getattr(scores, "token_logps", scores))
+                trace.after.append(scores_of(run.module(**inputs)))
         raise StepDone
 
     with ExitStack() as patches:
@@ -83,7 +82,7 @@ def trace_step(main: Callable[[Any], None], config: Any, functions: Sequence[str
             function, owner = resolve_name(name), resolve_name(name.rpartition(".")[0])
             replacement = recorder(function, trace)
             modules = [sys.modules[name] for name in [*sys.modules] if name.startswith(OURS)]
-            for place in [owner] if isinstance(owner, type) else modules:
+            for place in (owner, *modules):
                 for attribute in [a for a, value in vars(place).items() if value is function]:
                     patches.enter_context(mock.patch.object(place, attribute, replacement))
         patches.enter_context(mock.patch.object(Run, "end_step", end_step))
@@ -101,12 +100,9 @@ def recorder(function: Any, trace: Trace) -> Any:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        while frame.f_back and not frame.f_globals["__name__"].startswith(OURS):
-            frame = frame.f_back
         result = function(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
-        calls.append(Call(arguments, result, frame.f_code.co_name))
+        calls.append(Call(arguments, result, sys._getframe(1).f_code.co_name))
         return result
 
     return wrapper
