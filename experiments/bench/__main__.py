@@ -2,7 +2,7 @@
 
     make bench                             # random GPT-2 of 4 layers, 256 wide
     make bench BENCH_MODEL=gpt2-small      # 12 layers, 768 wide
-    python -m experiments.bench --stages sft dpo --only ours
+    python -m experiments.bench --stages sft dpo
     python -m experiments.bench --resume   # goes on where the same command was stopped
 
 Each row runs TRL, ours, then ours, TRL (`--rounds`), every run a process of its own; the first
@@ -28,7 +28,6 @@ from experiments.bench import flops, our_stages, processes
 from experiments.bench.rows import REACH_MEMORY, ROWS, SHAPES, BenchRow, num_steps
 
 REACH_OF_LARGER = 0.85  # of the tiny model's ratios, which a larger model must reach
-PACKAGES = ("torch", "transformers", "trl")
 Result = dict[str, Any]
 
 
@@ -38,15 +37,13 @@ def main() -> None:
     folder = processes.REPOSITORY / "output" / "bench" / arguments.model
     fixture = folder / "fixture"
     run_module("fixture", folder / "fixture.log", arguments, folder=fixture)
-    if arguments.only is None:
-        log = folder / "same_loss.log"
-        if not (arguments.resume and log.exists() and "same loss:" in log.read_text()):
-            run_module("same_loss", log, arguments, fixture=fixture, threads=arguments.threads)
-        print(log.read_text()[log.read_text().index("same loss:") :])
+    log = folder / "same_loss.log"
+    if not (arguments.resume and log.exists() and "same loss:" in log.read_text()):
+        run_module("same_loss", log, arguments, fixture=fixture, threads=arguments.threads)
+    print(log.read_text()[log.read_text().index("same loss:") :])
     results = measure(arguments, folder)
-    results["rows"] = summarise(
-        results, arguments, json.loads((fixture / "fixture.json").read_text())
-    )
+    about_texts = json.loads((fixture / "fixture.json").read_text())
+    results["rows"] = summarise(results, arguments, about_texts)
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     table = render(results)
     (folder / "table.md").write_text(table + "\n")
@@ -61,40 +58,38 @@ def parse_arguments() -> argparse.Namespace:
     names = list(ROWS)
     parser.add_argument("--stages", nargs="+", choices=names, default=names, help="rows to run")
     parser.add_argument("--rounds", type=int, default=2, help="TRL and ours, so many times")
-    parser.add_argument("--only", choices=["trl", "ours"], help="run one side")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     resume_help = "take runs that this code left in runs.json, and the check of losses, as they are"
     parser.add_argument("--resume", action="store_true", help=resume_help)
     return parser.parse_args()
 
 
-def run_module(name: str, log: Path, arguments: argparse.Namespace, **flags: Any) -> float:
-    """Run a module of this folder with `--model` and these flags; returns its peak memory, MB."""
+def run_module(name: str, log: Path, arguments: argparse.Namespace, **flags: Any) -> None:
+    """Run a module of this folder with `--model` and these flags."""
     command = ["-m", f"experiments.bench.{name}", "--model", arguments.model]
     for flag, value in flags.items():
         command += [f"--{flag}", str(value)]
-    return processes.run(command, log, threads=arguments.threads)
+    processes.run(command, log, threads=arguments.threads)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Result:
     """All runs, in turns, with the ceiling measured between the rounds."""
-    sides = {"trl": processes.run_trl, "ours": our_stages.run_row}
-    chosen = [arguments.only] if arguments.only else list(sides)
+    sides = [("trl", processes.run_trl), ("ours", our_stages.run_row)]
     rows = [ROWS[name] for name in arguments.stages]
     file = folder / "runs.json"
     runs: list[Result] = json.loads(file.read_text()) if arguments.resume and file.exists() else []
-    made = {(run["row"], run["side"], run["round"]) for run in runs}
+    made = {(one["row"], one["side"], one["round"]) for one in runs}
     ceilings = [measure_ceiling(arguments, folder)]
     for round_number in range(1, arguments.rounds + 1):
         for row in rows:
-            for side in chosen[:: 1 if round_number % 2 else -1]:  # either side goes first in turn
+            for side, run in sides[:: 1 if round_number % 2 else -1]:  # either is first in turn
                 if (row.name, side, round_number) in made:
                     continue
                 print(f"round {round_number} of {arguments.rounds}: {row.name}, {side}", flush=True)
                 output = folder / "runs" / f"{row.name}-{side}-{round_number}"
                 # A run adds to what an earlier benchmark logged in its folder.
                 (output / "metrics.jsonl").unlink(missing_ok=True)
-                result = sides[side](
+                result = run(
                     row,
                     folder / "fixture",
                     num_steps(row, arguments.model)[0],
@@ -124,19 +119,13 @@ def measure_ceiling(arguments: argparse.Namespace, folder: Path) -> dict[str, fl
 
 def machine(threads: int) -> Result:
     """What it ran on."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # with --only ours TRL may be missing
-            versions[package] = "not installed"
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
         "python": platform.python_version(),
         "system": sys.platform,
-        "versions": versions,
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "trl")},
     }
 
 
@@ -150,13 +139,11 @@ def summarise(results: Result, arguments: argparse.Namespace, fixture: Result) -
             line["reach"] = row.reach * REACH_OF_LARGER
         for side in ("trl", "ours"):
             runs = [r for r in results["runs"] if (r["row"], r["side"]) == (row.name, side)]
-            if runs:
-                line[side] = side_figures(row, runs, lengths, model, results["ceiling"])
-        if "trl" in line and "ours" in line:
-            pairs = zip(line["trl"]["by_round"], line["ours"]["by_round"], strict=True)
-            line["ratio_by_round"] = [ours / trl for trl, ours in pairs]
-            line["ratio"] = line["ours"]["speed"] / line["trl"]["speed"]
-            line["memory_ratio"] = line["ours"]["peak_mb"] / line["trl"]["peak_mb"]
+            line[side] = side_figures(row, runs, lengths, model, results["ceiling"])
+        pairs = zip(line["trl"]["by_round"], line["ours"]["by_round"], strict=True)
+        line["ratio_by_round"] = [ours / trl for trl, ours in pairs]
+        line["ratio"] = line["ours"]["speed"] / line["trl"]["speed"]
+        line["memory_ratio"] = line["ours"]["peak_mb"] / line["trl"]["peak_mb"]
         table.append(line)
     return table
 
@@ -201,21 +188,17 @@ def render(results: Result) -> str:
 
 
 def cells(line: Result) -> list[str]:
-    """One line of the table; a dash where a side did not run."""
-    sides = [line.get("trl"), line.get("ours")]
-    speeds = [f"{side['speed']:.4g}" if side else "-" for side in sides]
-    shares = [f"{100 * side['ceiling_share']:.0f}" if side else "-" for side in sides]
-    peaks = [f"{side['peak_mb']:.0f}" if side else "-" for side in sides]
-    ratio = memory = "-"
-    if "ratio" in line:
-        low, high = min(line["ratio_by_round"]), max(line["ratio_by_round"])
-        ratio = f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})"
-        memory = f"{line['memory_ratio']:.2f}"
+    """One line of the table."""
+    sides = [line["trl"], line["ours"]]
+    speeds = [f"{side['speed']:.4g}" for side in sides]
+    shares = " / ".join(f"{100 * side['ceiling_share']:.0f}" for side in sides)
+    peaks = " / ".join(f"{side['peak_mb']:.0f}" for side in sides)
+    low, high = min(line["ratio_by_round"]), max(line["ratio_by_round"])
+    ratio, memory = f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})", f"{line['memory_ratio']:.2f}"
     reach = f"{line['reach']:.2g}" if line["reach"] else "-"
-    lengths = [f"{side['completion_length']:.1f}" if side else "-" for side in sides]
-    both = [" / ".join(shares), " / ".join(peaks)]
-    drawn = " / ".join(lengths) if line["unit"] == "rollouts/s" else ""
-    return [line["row"], line["unit"], *speeds, ratio, reach, *both, memory, drawn]
+    lengths = " / ".join(f"{side['completion_length']:.1f}" for side in sides)
+    drawn = lengths if line["unit"] == "rollouts/s" else ""
+    return [line["row"], line["unit"], *speeds, ratio, reach, shares, peaks, memory, drawn]
 
 
 if __name__ == "__main__":
