@@ -10,9 +10,9 @@ objectives than the four papers' own are refused: the page has no formulas for t
 """
 
 import argparse
-import importlib
 import tempfile
 from pathlib import Path
+from pkgutil import resolve_name
 
 from common import distributed
 from common.config.parser import parse
@@ -48,9 +48,9 @@ def main() -> None:
 def write(script: str, flags: list[str], output: str | None = None) -> Path:
     """Write the page of a script's first step with these flags; returns the file."""
     stage = script.removeprefix("train_").removesuffix(".py")
-    texts, module = formulas(stage), importlib.import_module(script.removesuffix(".py"))
-    functions = [box["function"] for box in texts["flow"]] + texts["also"]
-    functions.append("common.model.load.load_vocabulary")
+    texts = formulas(stage)
+    functions = ["common.model.load.load_vocabulary", *texts["also"]]
+    functions += [box["function"] for box in texts["flow"]]
     small = f"{SMALL} {SMALL_OF_STAGE.get(stage, '')}".split()
     forced = f"{FORCED} {FORCED_OF_STAGE.get(stage, '')}".split()
     with tempfile.TemporaryDirectory() as folder:
@@ -59,14 +59,13 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
             if getattr(config, name) != value:
                 raise config.refused(name, f"{value}: the page has no formulas of others")
         distributed.start()
-        trace = trace_step(module.main, config, functions)
-    numbers = explain(trace, config, stage, trace.of("load_vocabulary")[0].result)
+        trace = trace_step(resolve_name(f"train_{stage}.main"), config, functions)
     settings = {name: getattr(config, name) for name in texts["settings"]}
     content = {
         "stage": stage,
         "title": texts["title"],
         "objective": texts["objective"],
-        **with_links(numbers, trace, texts),
+        **with_links(explain(trace, config, stage), trace, texts),
         "settings": settings,
     }
     commit, _, changed = (git_commit() or "unknown").partition("-")

@@ -21,8 +21,9 @@ from experiments.explain.trace import Trace, scores_of
 Record = dict[str, Any]
 
 
-def explain(trace: Trace, config: Any, stage: str, vocabulary: Vocabulary) -> Record:
+def explain(trace: Trace, config: Any, stage: str) -> Record:
     """The layouts, and the numbers by level: prompts, completions with tokens, pairs, step."""
+    vocabulary = trace.of("load_vocabulary")[0].result
     numbers_of = {"sft": sft, "reward": reward, "dpo": dpo, "grpo": grpo}[stage]
     result: Record = {"prompts": [], "pairs": [], **numbers_of(trace, config)}
     if plans := trace.of("plan_updates"):
@@ -49,11 +50,10 @@ def explain(trace: Trace, config: Any, stage: str, vocabulary: Vocabulary) -> Re
     return result
 
 
-def groups_of(trace: Trace, batch: AnyBatch) -> Sequence[data.PromptGroup]:
-    """The prompts with their completions that a micro-batch was made of."""
+def groups_of(trace: Trace, batch: AnyBatch) -> Any:
+    """The prompts with their completions, PromptGroups, that a micro-batch was made of."""
     same = (c for c in trace.of("collate") if torch.equal(c.result.input_ids, batch.input_ids))
-    groups: Sequence[data.PromptGroup] = next(same).arguments["groups"]
-    return groups
+    return next(same).arguments["groups"]
 
 
 def layout(batch: AnyBatch, vocabulary: Vocabulary) -> Record:
@@ -184,9 +184,18 @@ def dpo(trace: Trace, config: Any) -> Record:
 
 
 def grpo(trace: Trace, config: Any) -> Record:
-    """Candidates, who was kept, advantages, and the losses of the kept ones' tokens."""
+    """Candidates, who was kept, advantages, and the kept ones' tokens on their way to the loss."""
     tokens, columns = movement(trace)
-    tokens |= grpo_tokens(trace)
+    tokens |= {
+        "ratio": [call.result for call in trace.of("probability_ratio", "policy_loss")],
+        "clipped": [call.result for call in trace.of("clipped_tokens")],
+        "policy_term": [call.result for call in trace.of("policy_loss")],
+        "token_loss": [call.arguments["per_token"] for call in trace.of("aggregate")],
+    }
+    if kls := trace.of("kl_estimate", "grpo_loss"):
+        tokens["ref_logp"] = [call.arguments["ref_token_logps"] for call in kls]
+        tokens["kl"] = [call.result for call in kls]
+        tokens["kl_after"] = list(map(kl_estimate, trace.after, tokens["ref_logp"]))
     losses = by_completion(trace, tokens["token_loss"])
     columns["mean_loss"] = torch.tensor([sum(each) / max(1, len(each)) for each in losses])
     trained = {one["slot"]: one for one in completions(trace, tokens, **columns)}
@@ -230,18 +239,3 @@ def candidates(trace: Trace, config: Any) -> list[Record]:
     if draws:
         columns |= {"draw": draws[0].result.flatten(), "key": keys.flatten()}
     return records(columns | {"kept": [i in kept for i in range(len(examples))]})
-
-
-def grpo_tokens(trace: Trace) -> dict[str, list[Tensor]]:
-    """The values (B, C) of each micro-batch's tokens on their way to the loss."""
-    columns = {
-        "ratio": [call.result for call in trace.of("probability_ratio", "policy_loss")],
-        "clipped": [call.result for call in trace.of("clipped_tokens")],
-        "policy_term": [call.result for call in trace.of("policy_loss")],
-        "token_loss": [call.arguments["per_token"] for call in trace.of("aggregate")],
-    }
-    if kls := trace.of("kl_estimate", "grpo_loss"):
-        columns["ref_logp"] = [call.arguments["ref_token_logps"] for call in kls]
-        columns["kl"] = [call.result for call in kls]
-        columns["kl_after"] = list(map(kl_estimate, trace.after, columns["ref_logp"]))
-    return columns

@@ -1,4 +1,4 @@
-"""The page of a step: its JSON, the links to formulas and lines of code, and the HTML around it."""
+"""The page of a step: its JSON, with formulas and lines of code, and the HTML around it."""
 
 import inspect
 import json
@@ -69,11 +69,10 @@ def page(content: dict[str, Any], facts: dict[str, str]) -> str:
     return template.render(facts=facts, embedded=embedded, **content)
 
 
-def number(value: Any) -> str:
+def number(value: float) -> str:
     """A value with few digits, as people read it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, float):
-        text = f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.4g}"
-        return text.replace("-", "\N{MINUS SIGN}")
-    return str(value)
+    is_whole = float(value).is_integer() and abs(value) < 1e6
+    text = f"{value:.0f}" if is_whole else f"{value:.4g}"
+    return text.replace("-", "\N{MINUS SIGN}")
