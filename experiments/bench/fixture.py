@@ -20,7 +20,7 @@ from statistics import NormalDist
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -60,20 +60,11 @@ def train_tokenizer(shape: Shape, seed: int) -> Any:
     # More words than merges, the first ones more frequent: these become tokens of their own.
     words = make_words(shape.vocabulary, seed)
     lines = (f" {word}" * (2 + len(words) // (rank + 1)) for rank, word in enumerate(words))
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        lines,
-        trainers.BpeTrainer(
-            vocab_size=shape.vocabulary,
-            special_tokens=[EOS, PAD],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    bpe = ByteLevelBPETokenizer()
+    size, special = shape.vocabulary, [EOS, PAD]
+    bpe.train_from_iterator(lines, size, 0, show_progress=False, special_tokens=special)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=bpe._tokenizer,
         eos_token=EOS,
         pad_token=PAD,
         model_max_length=shape.num_positions,
