@@ -69,6 +69,8 @@ def main() -> None:
     parser.add_argument("--max_completion_length", type=int, help="tokens (default: the run's)")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
+    if flags.temperature < 0 or flags.max_completion_length == 0:
+        parser.error("the temperature must not be negative, nor the completion length 0")
     distributed.quieten()
     policies = {path: load_policy(path, flags) for path in (flags.model, flags.compare) if path}
     with contextlib.suppress(EOFError):

@@ -1,7 +1,9 @@
-"""The page of a step: its JSON, with formulas and lines of code, and the HTML around it."""
+"""The page of a step: its JSON, with links to formulas and lines of code, and the HTML around it."""
 
 import inspect
 import json
+import re
+import subprocess
 from pathlib import Path
 from pkgutil import resolve_name
 from string import Formatter
@@ -11,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.config.recipes import read_recipe
 from common.padding import PaddedBatch
+from common.record.run_folder import git_commit
 from experiments.explain.trace import Trace
 from experiments.stages import ROOT
 
@@ -36,6 +39,16 @@ def code_line(function: str, code: str = "") -> dict[str, Any]:
     return {"function": function, "code": code, "file": file, "line": numbers[0]}
 
 
+def repository() -> str:
+    """Address of the commit's files on GitHub; empty without such a remote or with changes."""
+    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    url = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    name = re.fullmatch(r"(?:https://|git@)github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?", url)
+    commit = git_commit() or "-dirty"
+    is_there = name and not commit.endswith("-dirty")
+    return f"https://github.com/{name[1]}/blob/{commit}/" if name and is_there else ""
+
+
 def with_links(numbers: dict[str, Any], trace: Trace, texts: dict[str, Any]) -> dict[str, Any]:
     """The page's data: the numbers, where each comes from, and the boxes of the drawing."""
     records = [*numbers["completions"], *numbers["prompts"], *numbers["pairs"], numbers["step"]]
@@ -55,7 +68,7 @@ def with_links(numbers: dict[str, Any], trace: Trace, texts: dict[str, Any]) -> 
             if len(shape):
                 box["shape"] += f" = {tuple(shape)}"
             boxes.append(box | code_line(box["function"]))
-    return {"quantities": quantities, "boxes": boxes, **numbers}
+    return {"repository": repository(), "quantities": quantities, "boxes": boxes, **numbers}
 
 
 def page(content: dict[str, Any], facts: dict[str, str]) -> str:
