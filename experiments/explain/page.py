@@ -1,4 +1,4 @@
-"""The page of a step: its JSON, with links to formulas and lines of code, and the HTML around it."""
+"""The page of a step: its JSON, links to formulas and lines of code, and the HTML around it."""
 
 import inspect
 import json
