@@ -23,10 +23,7 @@ import yaml
 
 from common.record.run_folder import read_metrics
 from common.record.terminal import format_number
-from experiments.stages import exit_with_status, inputs, read_mark, write_mark
-
-ROOT = Path(__file__).resolve().parents[1]
-FILE = ROOT / "assets" / "recipes" / "exercises" / "demo.yaml"
+from experiments.stages import ROOT, exit_with_status, inputs, read_mark, write_mark
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,9 @@ class Exercise:
     question: str
 
 
-COMMANDS: dict[str, str] = yaml.safe_load(FILE.read_text())["commands"]
-EXERCISES = [Exercise(**entry) for entry in yaml.safe_load(FILE.read_text())["exercises"]]
+RECIPE = yaml.safe_load((ROOT / "assets" / "recipes" / "exercises" / "demo.yaml").read_text())
+COMMANDS: dict[str, str] = RECIPE["commands"]
+EXERCISES = [Exercise(**entry) for entry in RECIPE["exercises"]]
 
 
 def questions() -> str:

@@ -2,7 +2,7 @@
 
     make bench                             # random GPT-2 of 4 layers, 256 wide
     make bench BENCH_MODEL=gpt2-small      # 12 layers, 768 wide
-    python -m experiments.bench --stages sft dpo --only ours
+    python -m experiments.bench --stages sft dpo
     python -m experiments.bench --resume   # goes on where the same command was stopped
 
 Each row runs TRL, ours, then ours, TRL (`--rounds`), every run a process of its own; the first
@@ -17,8 +17,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -27,11 +25,9 @@ from typing import Any
 from common.record.jsonl import write_atomically
 from common.record.run_folder import cpu_model
 from experiments.bench import flops, our_stages, processes
-from experiments.bench.fixture import SHAPES
-from experiments.bench.rows import REACH_MEMORY, ROWS, BenchRow, num_steps
+from experiments.bench.rows import REACH_MEMORY, ROWS, SHAPES, BenchRow, num_steps
 
 REACH_OF_LARGER = 0.85  # of the tiny model's ratios, which a larger model must reach
-PACKAGES = ("torch", "transformers", "trl")
 Result = dict[str, Any]
 
 
@@ -41,15 +37,13 @@ def main() -> None:
     folder = processes.REPOSITORY / "output" / "bench" / arguments.model
     fixture = folder / "fixture"
     run_module("fixture", folder / "fixture.log", arguments, folder=fixture)
-    if arguments.only is None and not arguments.skip_check:
-        log = folder / "same_loss.log"
-        if not (arguments.resume and log.exists() and "same loss:" in log.read_text()):
-            run_module("same_loss", log, arguments, fixture=fixture, threads=arguments.threads)
-        print(log.read_text()[log.read_text().index("same loss:") :])
+    log = folder / "same_loss.log"
+    if not (arguments.resume and log.exists() and "same loss:" in log.read_text()):
+        run_module("same_loss", log, arguments, fixture=fixture, threads=arguments.threads)
+    print(log.read_text()[log.read_text().index("same loss:") :])
     results = measure(arguments, folder)
-    results["rows"] = summarise(
-        results, arguments, json.loads((fixture / "fixture.json").read_text())
-    )
+    about_texts = json.loads((fixture / "fixture.json").read_text())
+    results["rows"] = summarise(results, arguments, about_texts)
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     table = render(results)
     (folder / "table.md").write_text(table + "\n")
@@ -58,66 +52,47 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; what cannot work is refused before anything runs."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     names = list(ROWS)
     parser.add_argument("--stages", nargs="+", choices=names, default=names, help="rows to run")
     parser.add_argument("--rounds", type=int, default=2, help="TRL and ours, so many times")
-    parser.add_argument("--steps", type=int, default=0, help="per run (0: what the row says)")
-    parser.add_argument("--only", choices=["trl", "ours"], help="run one side")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
-    size_help = "rows in a forward of TRL's GRPO (0: the fastest)"
-    sizes = [0, 1, 2, 4, 8]
-    parser.add_argument(
-        "--trl_grpo_micro_batch_size", type=int, default=0, choices=sizes, help=size_help
-    )
-    parser.add_argument("--skip_check", action="store_true", help="do not compare losses first")
     resume_help = "take runs that this code left in runs.json, and the check of losses, as they are"
     parser.add_argument("--resume", action="store_true", help=resume_help)
-    arguments = parser.parse_args()
-    needed = 1 + max(num_steps(ROWS[name], arguments.model)[1] for name in arguments.stages)
-    if arguments.steps and arguments.steps < needed:
-        parser.error(f"--steps is {arguments.steps}; these rows need at least {needed}.")
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is {arguments.rounds}; it must be at least 1.")
-    return arguments
+    return parser.parse_args()
 
 
-def run_module(name: str, log: Path, arguments: argparse.Namespace, **flags: Any) -> float:
-    """Run a module of this folder with `--model` and these flags; returns its peak memory, MB."""
+def run_module(name: str, log: Path, arguments: argparse.Namespace, **flags: Any) -> None:
+    """Run a module of this folder with `--model` and these flags."""
     command = ["-m", f"experiments.bench.{name}", "--model", arguments.model]
     for flag, value in flags.items():
         command += [f"--{flag}", str(value)]
-    return processes.run(command, log, threads=arguments.threads)
+    processes.run(command, log, threads=arguments.threads)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Result:
     """All runs, in turns, with the ceiling measured between the rounds."""
-    size = arguments.trl_grpo_micro_batch_size
-    sides: dict[str, Callable[..., Result]] = {
-        "trl": partial(run_trl, grpo_micro_batch_size=size),
-        "ours": our_stages.run_row,
-    }
-    chosen = [arguments.only] if arguments.only else list(sides)
+    sides = [("trl", processes.run_trl), ("ours", our_stages.run_row)]
     rows = [ROWS[name] for name in arguments.stages]
     file = folder / "runs.json"
     runs: list[Result] = json.loads(file.read_text()) if arguments.resume and file.exists() else []
-    made = {(run["row"], run["side"], run["round"]) for run in runs}
+    made = {(one["row"], one["side"], one["round"]) for one in runs}
     ceilings = [measure_ceiling(arguments, folder)]
     for round_number in range(1, arguments.rounds + 1):
         for row in rows:
-            for side in chosen[:: 1 if round_number % 2 else -1]:  # either side goes first in turn
+            for side, run in sides[:: 1 if round_number % 2 else -1]:  # either is first in turn
                 if (row.name, side, round_number) in made:
                     continue
                 print(f"round {round_number} of {arguments.rounds}: {row.name}, {side}", flush=True)
-                steps = arguments.steps or num_steps(row, arguments.model)[0]
                 output = folder / "runs" / f"{row.name}-{side}-{round_number}"
-                fresh(output)
-                result = sides[side](
+                # A run adds to what an earlier benchmark logged in its folder.
+                (output / "metrics.jsonl").unlink(missing_ok=True)
+                result = run(
                     row,
                     folder / "fixture",
-                    steps,
+                    num_steps(row, arguments.model)[0],
                     output,
                     threads=arguments.threads,
                     seed=round_number,  # other samples in every round, so that lengths average out
@@ -135,33 +110,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Result:
     }
 
 
-def fresh(output_dir: Path) -> None:
-    """Remove what an earlier benchmark logged, which a run of the same name would append to."""
-    (output_dir / "metrics.jsonl").unlink(missing_ok=True)
-
-
-def run_trl(
-    row: BenchRow,
-    fixture: Path,
-    steps: int,
-    output_dir: Path,
-    *,
-    threads: int,
-    seed: int,
-    grpo_micro_batch_size: int,
-) -> Result:
-    """One row in TRL; as `our_stages.run_row`. 0 leaves the micro-batch size as it is."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    record = output_dir / "steps.json"
-    command = ["-m", "experiments.bench.trl_stages", "--row", row.name, "--steps", str(steps)]
-    command += ["--fixture", str(fixture), "--output", str(record)]
-    if grpo_micro_batch_size:
-        command += ["--grpo_micro_batch_size", str(grpo_micro_batch_size)]
-    command += ["--seed", str(seed)]
-    peak = processes.run(command, output_dir.with_suffix(".log"), threads=threads)
-    return {**json.loads(record.read_text()), "peak_mb": peak}
-
-
 def measure_ceiling(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     """FLOP/s of float32 products by shape."""
     output = folder / "ceiling.json"
@@ -171,43 +119,31 @@ def measure_ceiling(arguments: argparse.Namespace, folder: Path) -> dict[str, fl
 
 def machine(threads: int) -> Result:
     """What it ran on."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # with --only ours TRL may be missing
-            versions[package] = "not installed"
-    python = platform.python_version()
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "python": python,
+        "python": platform.python_version(),
         "system": sys.platform,
-        "versions": versions,
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "trl")},
     }
 
 
 def summarise(results: Result, arguments: argparse.Namespace, fixture: Result) -> list[Result]:
     """The figures of each row from its runs."""
-    shape, factor = SHAPES[results["model"]], 1.0
-    if results["model"] != "tiny":
-        factor = REACH_OF_LARGER
-    table = []
+    model, table = results["model"], []
     for row in (ROWS[name] for name in arguments.stages):
         lengths = fixture["lengths"][row.data_name]
-        line: Result = {"row": row.name, "unit": row.unit}
-        line["reach"] = row.reach and row.reach * factor
+        line: Result = {"row": row.name, "unit": row.unit, "reach": row.reach}
+        if row.reach and model != "tiny":
+            line["reach"] = row.reach * REACH_OF_LARGER
         for side in ("trl", "ours"):
             runs = [r for r in results["runs"] if (r["row"], r["side"]) == (row.name, side)]
-            if runs:
-                warmup = num_steps(row, results["model"])[1]
-                line[side] = side_figures(row, runs, warmup, lengths, shape, results["ceiling"])
-        if "trl" in line and "ours" in line:
-            pairs = zip(line["trl"]["by_round"], line["ours"]["by_round"], strict=True)
-            line["ratio_by_round"] = [ours / trl for trl, ours in pairs]
-            line["ratio"] = line["ours"]["speed"] / line["trl"]["speed"]
-            line["memory_ratio"] = line["ours"]["peak_mb"] / line["trl"]["peak_mb"]
+            line[side] = side_figures(row, runs, lengths, model, results["ceiling"])
+        pairs = zip(line["trl"]["by_round"], line["ours"]["by_round"], strict=True)
+        line["ratio_by_round"] = [ours / trl for trl, ours in pairs]
+        line["ratio"] = line["ours"]["speed"] / line["trl"]["speed"]
+        line["memory_ratio"] = line["ours"]["peak_mb"] / line["trl"]["peak_mb"]
         table.append(line)
     return table
 
@@ -215,16 +151,15 @@ def summarise(results: Result, arguments: argparse.Namespace, fixture: Result) -
 def side_figures(
     row: BenchRow,
     runs: list[Result],
-    warmup: int,
     lengths: dict[str, list[int]],
-    shape: Any,
+    model: str,
     ceiling: float,
 ) -> Result:
     """Speed, share of the ceiling and memory of one side of a row: medians over its rounds."""
-    units = flops.step_units(row, lengths)
+    units, warmup = flops.step_units(row, lengths), num_steps(row, model)[1]
     seconds = [median(run["step_seconds"][warmup:]) for run in runs]
     completion_length = median(run.get("completion_length", 0.0) for run in runs)
-    floor = flops.step_flops(row, shape, lengths, completion_length)
+    floor = flops.step_flops(row, SHAPES[model], lengths, completion_length)
     return {
         "speed": units / median(seconds),
         "by_round": [units / value for value in seconds],
@@ -253,21 +188,17 @@ def render(results: Result) -> str:
 
 
 def cells(line: Result) -> list[str]:
-    """One line of the table; a dash where a side did not run."""
-    sides = [line.get("trl"), line.get("ours")]
-    speeds = [f"{side['speed']:.4g}" if side else "-" for side in sides]
-    shares = [f"{100 * side['ceiling_share']:.0f}" if side else "-" for side in sides]
-    peaks = [f"{side['peak_mb']:.0f}" if side else "-" for side in sides]
-    ratio = memory = "-"
-    if "ratio" in line:
-        low, high = min(line["ratio_by_round"]), max(line["ratio_by_round"])
-        ratio = f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})"
-        memory = f"{line['memory_ratio']:.2f}"
+    """One line of the table."""
+    sides = [line["trl"], line["ours"]]
+    speeds = [f"{side['speed']:.4g}" for side in sides]
+    shares = " / ".join(f"{100 * side['ceiling_share']:.0f}" for side in sides)
+    peaks = " / ".join(f"{side['peak_mb']:.0f}" for side in sides)
+    low, high = min(line["ratio_by_round"]), max(line["ratio_by_round"])
+    ratio, memory = f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})", f"{line['memory_ratio']:.2f}"
     reach = f"{line['reach']:.2g}" if line["reach"] else "-"
-    lengths = [f"{side['completion_length']:.1f}" if side else "-" for side in sides]
-    both = [" / ".join(shares), " / ".join(peaks)]
-    drawn = " / ".join(lengths) if line["unit"] == "rollouts/s" else ""
-    return [line["row"], line["unit"], *speeds, ratio, reach, *both, memory, drawn]
+    lengths = " / ".join(f"{side['completion_length']:.1f}" for side in sides)
+    drawn = lengths if line["unit"] == "rollouts/s" else ""
+    return [line["row"], line["unit"], *speeds, ratio, reach, shares, peaks, memory, drawn]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import statistics
 import time
 from pathlib import Path
 
-from experiments.bench.fixture import SHAPES, Shape
+import torch
+
+from experiments.bench.rows import SHAPES, Shape
 
 NUM_TOKENS = 512  # rows of the model-shaped products
 MIN_SECONDS = 0.4  # per shape
@@ -30,8 +32,6 @@ def product_shapes(shape: Shape) -> dict[str, tuple[int, int, int]]:
 
 def rate(m: int, k: int, n: int) -> float:
     """Median FLOP/s of a float32 product of (m, k) and (k, n)."""
-    import torch
-
     left, right, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
     torch.mm(left, right, out=out)
     seconds: list[float] = []

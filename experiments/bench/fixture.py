@@ -14,12 +14,27 @@ import math
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from experiments.bench.rows import CHECKS, MAX_COMPLETION_LENGTH, MAX_PROMPT_LENGTH, ROWS
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+from experiments.bench.rows import (
+    EVERY_ROW,
+    MAX_COMPLETION_LENGTH,
+    MAX_PROMPT_LENGTH,
+    SHAPES,
+    Shape,
+)
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 EOS_ID, PAD_ID = 0, 1
@@ -28,23 +43,6 @@ PROMPT_LENGTHS = (NormalDist(267, 80), 32, MAX_PROMPT_LENGTH)
 RESPONSE_LENGTHS = (NormalDist(35, 11.5), 2, MAX_COMPLETION_LENGTH)  # one word and the eos at least
 NUM_CALIBRATION_PROMPTS = 8
 VERSION = 1  # a fixture of another version on disk is built anew
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a GPT-2."""
-
-    num_layers: int
-    width: int
-    num_heads: int
-    vocabulary: int
-    num_positions: int
-
-
-SHAPES = {
-    "tiny": Shape(4, 256, 4, 4096, 512),
-    "gpt2-small": Shape(12, 768, 12, 50257, 1024),
-}
 
 
 def make_words(num_words: int, seed: int) -> list[str]:
@@ -59,26 +57,14 @@ def make_words(num_words: int, seed: int) -> list[str]:
 
 def train_tokenizer(shape: Shape, seed: int) -> Any:
     """A byte-level BPE of exactly `shape.vocabulary` tokens: eos 0, pad 1, nothing put in front."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     # More words than merges, the first ones more frequent: these become tokens of their own.
     words = make_words(shape.vocabulary, seed)
     lines = (f" {word}" * (2 + len(words) // (rank + 1)) for rank, word in enumerate(words))
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        lines,
-        trainers.BpeTrainer(
-            vocab_size=shape.vocabulary,
-            special_tokens=[EOS, PAD],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    bpe = ByteLevelBPETokenizer()
+    size, special = shape.vocabulary, [EOS, PAD]
+    bpe.train_from_iterator(lines, size, 0, show_progress=False, special_tokens=special)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=bpe._tokenizer,
         eos_token=EOS,
         pad_token=PAD,
         model_max_length=shape.num_positions,
@@ -152,8 +138,6 @@ def token_lengths(rows: Sequence[dict[str, str]], tokenizer: Any) -> dict[str, l
 
 def model_config(shape: Shape) -> Any:
     """A GPT-2 without dropout."""
-    from transformers import GPT2Config
-
     return GPT2Config(
         vocab_size=shape.vocabulary,
         n_positions=shape.num_positions,
@@ -171,25 +155,20 @@ def model_config(shape: Shape) -> Any:
 
 def make_policy(shape: Shape, prompts: Sequence[Sequence[int]], seed: int) -> Any:
     """A random GPT-2 whose samples stop with a probability of about 1/50 per token."""
-    import torch
-    from transformers import GPT2LMHeadModel
-
     torch.manual_seed(seed)
     model = GPT2LMHeadModel(model_config(shape)).eval()
     tilt_towards_eos(model, prompts)
     return model
 
 
-def tilt_towards_eos(model: Any, prompts: Sequence[Sequence[int]]) -> float:
+def tilt_towards_eos(model: Any, prompts: Sequence[Sequence[int]]) -> None:
     """Make eos as likely as `EOS_PROBABILITY` on average, through the bias of the last LayerNorm.
 
     The head is the embedding matrix W, so a bias of c w / |w|^2 there, with w the row of eos, adds
     exactly c to the logit of eos at every position, and c (w_j . w) / |w|^2 to that of token j: a
     fraction of about c / sqrt(width), since rows of a random matrix are nearly orthogonal. c is
-    found by correcting the log-odds of eos a few times. Returns c, in nats.
+    found by correcting the log-odds of eos a few times.
     """
-    import torch
-
     row = model.transformer.wte.weight[EOS_ID].detach()  # (D,)
     direction = row / row.square().sum()
     with torch.no_grad():
@@ -197,37 +176,21 @@ def tilt_towards_eos(model: Any, prompts: Sequence[Sequence[int]]) -> float:
         logits = completion_logits(model, prompts)  # (tokens, V)
         shift = 0.0
         for _ in range(5):
-            found = (logits + shift * per_shift).softmax(-1)[:, EOS_ID].mean()
-            shift += math.log(EOS_PROBABILITY / (1 - EOS_PROBABILITY)) - found.logit().item()
+            mean = (logits + shift * per_shift).softmax(-1)[:, EOS_ID].mean()
+            shift += math.log(EOS_PROBABILITY / (1 - EOS_PROBABILITY)) - mean.logit().item()
         shift = round(shift, 2)  # the same on machines that round otherwise
         model.transformer.ln_f.bias.copy_(shift * direction)
-    return shift
 
 
 def completion_logits(model: Any, prompts: Sequence[Sequence[int]]) -> Any:
     """Logits (tokens, V) of the last `MAX_COMPLETION_LENGTH` positions of each prompt."""
-    import torch
-
-    kept = MAX_COMPLETION_LENGTH
+    kept = {"logits_to_keep": MAX_COMPLETION_LENGTH, "use_cache": False}
     with torch.no_grad():
-        return torch.cat(
-            [
-                model(torch.tensor([ids]), logits_to_keep=kept, use_cache=False).logits[0]
-                for ids in prompts
-            ]
-        )
-
-
-def eos_probability(model: Any, prompts: Sequence[Sequence[int]]) -> float:
-    """Mean probability of eos over the last `MAX_COMPLETION_LENGTH` positions of the prompts."""
-    return completion_logits(model, prompts).softmax(-1)[:, EOS_ID].mean().item()
+        return torch.cat([model(torch.tensor([ids]), **kept).logits[0] for ids in prompts])
 
 
 def make_reward_model(shape: Shape, seed: int) -> Any:
     """A random GPT-2 with a head of one label, of variance 1 / (width + 1)."""
-    import torch
-    from transformers import GPT2ForSequenceClassification
-
     torch.manual_seed(seed)
     config = model_config(shape)
     config.num_labels = 1
@@ -253,7 +216,7 @@ def build(name: str, folder: Path, seed: int = 0) -> None:
     words = single_token_words(tokenizer)
 
     lengths = {}
-    for row in (ROWS | CHECKS).values():
+    for row in EVERY_ROW.values():
         texts = make_rows(row.kind, row.num_rows, words, seed)
         lengths[row.data_name] = token_lengths(texts, tokenizer)
         lines = "".join(json.dumps(text) + "\n" for text in texts)
@@ -262,7 +225,7 @@ def build(name: str, folder: Path, seed: int = 0) -> None:
     texts = make_rows("prompts", NUM_CALIBRATION_PROMPTS, words, seed + 1)
     prompts = [tokenizer(text["prompt"])["input_ids"] for text in texts]
     policy = make_policy(shape, prompts, seed)
-    probability = eos_probability(policy, prompts)
+    probability = completion_logits(policy, prompts).softmax(-1)[:, EOS_ID].mean().item()
     assert abs(probability / EOS_PROBABILITY - 1) < 0.1, probability
     for part, model in (
         ("policy", policy),

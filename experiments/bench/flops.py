@@ -9,8 +9,7 @@ of a forward pass are in `experiments/plan/work.py`.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from experiments.bench.fixture import Shape
-from experiments.bench.rows import BenchRow
+from experiments.bench.rows import BenchRow, Shape
 from experiments.plan import work
 from experiments.plan.footprint import Decoder
 
@@ -21,16 +20,6 @@ def decoder(shape: Shape) -> Decoder:
     """A GPT-2: 12 width^2 weights in a block (4 attention, of which 2 keys and values; 8 MLP)."""
     width = shape.width
     return Decoder(shape.num_layers, 12 * width**2, 2 * width**2, width, width * shape.vocabulary)
-
-
-def block_flops(shape: Shape, num_tokens: int) -> float:
-    """Linear layers of all blocks."""
-    return decoder(shape).flops(num_tokens, 0, 0)
-
-
-def head_flops(shape: Shape, num_tokens: float) -> float:
-    """The vocabulary head on so many positions."""
-    return decoder(shape).flops(0, 0, num_tokens)
 
 
 def group_flops(shape: Shape, prompt: float, completions: Sequence[float], *, head: bool) -> float:
@@ -64,11 +53,8 @@ def step_flops(
     completions = list(zip(*columns, strict=True))  # by row of text
     total = 0.0
     for prompt, group in zip(lengths["prompt"], completions, strict=True):
-        with_head = group_flops(shape, prompt, group, head=row.stage != "reward")
-        passes = TRAIN
-        if row.stage == "grpo":
-            passes += 2 * FORWARD
-        total += passes * with_head
+        passes = TRAIN + 2 * FORWARD if row.stage == "grpo" else TRAIN
+        total += passes * group_flops(shape, prompt, group, head=row.stage != "reward")
         if row.with_reward_model:
             total += FORWARD * group_flops(shape, prompt, group, head=False)
     return total

@@ -1,10 +1,10 @@
 """One row of the benchmark in this repository: the stage scripts, started as a user starts them."""
 
-import json
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from common.record.run_folder import read_metrics
 from experiments.bench import processes
 from experiments.bench.rows import (
     BETA,
@@ -14,7 +14,7 @@ from experiments.bench.rows import (
     BenchRow,
 )
 
-# The flags of each stage that make it fast; the ones that say what is computed are below.
+# What makes each stage fast, and computes the same
 FAST_FLAGS: dict[str, dict[str, Any]] = {
     "sft": {"micro_batch_tokens": 1024},
     "reward": {"micro_batch_tokens": 512},
@@ -35,15 +35,19 @@ COMMON_FLAGS: dict[str, Any] = {
 REWARD_FUNCTION = "experiments/bench/reward_function.py:even_share"
 
 
-def stage_flags(row: BenchRow, fixture: Path) -> dict[str, Any]:
-    """The flags that say what a row computes."""
-    if row.stage == "reward":
-        return {"model_name_or_path": fixture / "reward_model"}
-    flags: dict[str, Any] = {"model_name_or_path": fixture / "policy"}
-    if row.stage == "dpo":
-        # The check of the loss takes another model as reference: with the policy it is ln 2.
-        reference = fixture / "reference" if row.name.startswith("check") else ""
-        flags |= {"ref_model_name_or_path": reference}
+def command(row: BenchRow, fixture: Path, steps: int, output_dir: Path, seed: int = 0) -> list[str]:
+    """The stage's script and its flags."""
+    flags = COMMON_FLAGS | FAST_FLAGS[row.stage]
+    flags |= {
+        "model_name_or_path": fixture / ("reward_model" if row.stage == "reward" else "policy"),
+        "dataset_name": fixture / "data" / f"{row.data_name}.jsonl",
+        "batch_size": row.num_rows,
+        "max_steps": steps,
+        "output_dir": output_dir,
+        "seed": seed,
+    }
+    if row.name == "check-dpo":  # against the policy itself the loss is ln 2
+        flags["ref_model_name_or_path"] = fixture / "reference"
     if row.stage == "grpo":
         flags |= {
             "num_generations": row.num_generations,
@@ -51,23 +55,8 @@ def stage_flags(row: BenchRow, fixture: Path) -> dict[str, Any]:
             "beta": BETA,
             "reward_funcs": fixture / "reward_model" if row.with_reward_model else REWARD_FUNCTION,
         }
-    return flags
-
-
-def command(row: BenchRow, fixture: Path, steps: int, output_dir: Path, seed: int = 0) -> list[str]:
-    """The stage's script and its flags."""
-    flags = COMMON_FLAGS | stage_flags(row, fixture) | FAST_FLAGS[row.stage]
-    flags |= {
-        "dataset_name": fixture / "data" / f"{row.data_name}.jsonl",
-        "batch_size": row.num_rows,
-        "max_steps": steps,
-        "output_dir": output_dir,
-        "seed": seed,
-    }
-    arguments = [f"train_{row.stage}.py"]
-    for name, value in flags.items():
-        arguments += [f"--{name}", str(value)]
-    return arguments
+    words = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    return [f"train_{row.stage}.py", *words]
 
 
 def run_row(
@@ -76,9 +65,7 @@ def run_row(
     """Run a row; step times in seconds, losses, mean completion length, peak memory in MB."""
     arguments = command(row, fixture, steps, output_dir, seed)
     peak = processes.run(arguments, output_dir.with_suffix(".log"), threads=threads)
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    records = [record for record in records if "step_seconds" in record]
+    records = [record for record in read_metrics(output_dir) if "step_seconds" in record]
     assert len(records) == steps, f"{output_dir} logged {len(records)} of {steps} steps"
     result = {
         "step_seconds": [record["step_seconds"] for record in records],

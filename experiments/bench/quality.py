@@ -25,21 +25,23 @@ from common.record.run_folder import git_commit
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.bench import processes
+from experiments.outcomes import over
 
 SIDES = ("trl", "ours")
 STAGES = ("sft", "reward", "dpo", "grpo")
 WITH_STOP = "grpo, stop token"  # of TRL, whose reward model is given it as in its training
-SAVE_STEPS = {"dpo": 10, "grpo": 6, WITH_STOP: 6}
+SAVE_STEPS = {"dpo": 10, "grpo": 6}
+BEFORE = {"dpo": ("sft",), "grpo": ("sft", "reward")}  # what a stage that reaches `GOOD` needs
 GOOD = 0.9  # gold reward
+UNTIL = f"minutes to gold {GOOD}"
+DIGITS = {"gold reward": 3, "accuracy, %": 1, "KL, nats": 2, "minutes": 2, "GB": 2, UNTIL: 2}
 RECIPES = "assets/recipes/demo"
 FOLDER = processes.REPOSITORY / "output" / "bench" / "quality"
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-DIGITS = {"gold reward": 3, "accuracy, %": 1, "KL, nats": 2, "minutes": 2, "GB": 2}
-UNTIL = f"minutes to gold {GOOD}"
-# What a side needs before the stage that reaches it
-BEFORE = {"dpo": ("sft",), "grpo": ("sft", "reward"), WITH_STOP: ("sft", "reward")}
-
-Values = dict[str, dict[str, float]]  # of a chain, by stage and outcome
+TRL = ["-m", "experiments.bench.trl_chain"]
+# Over the recipes': nothing but the training, on the given rows from the given weights
+FLAGS = {"num_eval_rows": 0, "num_sample_prompts": 0, "keep_last": 0}
+FLAGS |= {"dataset_test_split": "", "tokenizer_name_or_path": ""}
 
 
 def main() -> None:
@@ -48,23 +50,24 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max_steps", type=int, default=0, help="of each stage (0: the recipe's)")
     arguments = parser.parse_args()
-    found: dict[str, list[Values]] = {side: [] for side in SIDES}
+    chains: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    commit = git_commit() or "-dirty"
+    made_by = json.dumps([commit, arguments.max_steps]) + "\n"
     for seed in arguments.seeds:
         start = FOLDER / f"seed_{seed}"
-        mark, commit = start / "made_by.json", git_commit() or ""
-        made_by, is_known = [commit, arguments.max_steps], not commit.endswith("-dirty")
-        if not (is_known and mark.exists() and json.loads(mark.read_text()) == made_by):
+        mark = start / "made_by.json"
+        is_same = mark.exists() and mark.read_text() == made_by
+        if not is_same or commit.endswith("-dirty"):
             shutil.rmtree(start, ignore_errors=True)
-            flags = [f"--seed={seed}", f"--output_dir={start}"]
-            module = "experiments.bench.trl_chain"
-            processes.run(["-m", module, "start", *flags], start / "start.log", threads=1)
-            write_atomically(mark, [json.dumps(made_by) + "\n"])
+            flags = [f"--config={RECIPES}/sft.yaml", f"--seed={seed}", f"--output_dir={start}"]
+            processes.run([*TRL, "start", *flags], start / "start.log", threads=1)
+            write_atomically(mark, [made_by])
         for side in SIDES:
-            found[side].append(chain(side, start / side, seed, arguments.max_steps))
+            chains[side].append(chain(side, start / side, seed, arguments.max_steps))
     results = {
         "seeds": arguments.seeds,
         "packages": {name: metadata.version(name) for name in ("torch", "transformers", "trl")},
-        **found,
+        **chains,
     }
     (FOLDER / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     text = table(results)
@@ -75,8 +78,8 @@ def main() -> None:
 # ---- one chain -----------------------------------------------------------------------------------
 
 
-def chain(side: str, folder: Path, seed: int, max_steps: int) -> Values:
-    """Train and judge the chain of a side, or what is left of it; its outcomes by stage."""
+def chain(side: str, folder: Path, seed: int, max_steps: int) -> dict[str, Any]:
+    """Train and judge the chain of a side, or what is left of it; outcomes by stage."""
     file, judgement = folder / "runs.json", folder / "evaluation" / "results.json"
     runs = json.loads(file.read_text()) if file.exists() else {}
     stages = [*STAGES, WITH_STOP] if side == "trl" else STAGES
@@ -87,41 +90,36 @@ def chain(side: str, folder: Path, seed: int, max_steps: int) -> Values:
             write_atomically(file, [json.dumps(runs) + "\n"])
     if not judgement.exists():
         checkpoints = [path for stage in stages for path in runs[stage]["saved"]]
-        policies = [str(folder / stage / "model") for stage in stages if stage != "reward"]
-        words = ["evaluate.py", "--config", f"{RECIPES}/evaluate.yaml"]
-        words += ["--output_dir", str(folder / "evaluation"), "--policies", *policies, *checkpoints]
-        words += ["--ref_model_name_or_path", policies[0]]
-        words += ["--reward_models", str(folder / "reward" / "model")]
+        policies = [f"{folder}/{stage}/model" for stage in stages if stage != "reward"]
+        words = ["evaluate.py", f"--config={RECIPES}/evaluate.yaml"]
+        words += [f"--output_dir={judgement.parent}", "--policies", *policies, *checkpoints]
+        words += [f"--ref_model_name_or_path={policies[0]}"]
+        words += [f"--reward_models={folder}/reward/model"]
         processes.run([*LAUNCHER, *words], folder / "evaluation.log", threads=1)
     systems = json.loads(judgement.read_text())["systems"]
-    # Of a checkpoint of ours the folder `model` in it is judged
-    judged = {str(Path(system["path"]).parent): system for system in systems}
-    judged |= {system["path"]: system for system in systems}
+    judged = {system["path"].removesuffix("/model"): system for system in systems}
     return {stage: outcomes(stage, folder, runs, judged) for stage in stages}
 
 
 def command(side: str, stage: str, folder: Path, seed: int, max_steps: int) -> list[str]:
-    """What trains a stage of a chain in its folder."""
+    """What trains a stage of a chain in its folder; TRL's side reads the flags of our script."""
     start, name = folder.parent, stage.partition(",")[0]
-    model = folder / "sft" / "model" if stage != "sft" else start / "model"
-    rows, reward_model = start / f"{name}.jsonl", folder / "reward" / "model"
-    flags: dict[str, Any] = {"seed": seed, "output_dir": folder / stage}
-    flags["save_steps"] = SAVE_STEPS.get(stage, 0)
+    flags = FLAGS | {
+        "config": f"{RECIPES}/{name}.yaml",
+        "seed": seed,
+        "model_name_or_path": (start if name == "sft" else folder / "sft") / "model",
+        "dataset_name": start / f"{name}.jsonl",
+        "save_steps": SAVE_STEPS.get(name, 0),
+        "output_dir": folder / stage,
+    }
+    if name == "grpo":
+        reward_model = folder / "reward" / "model"
+        flags |= {"reward_funcs": reward_model, "reward_weights": 1, "num_candidates": 0}
     if max_steps:
         flags["max_steps"] = max_steps
-    if side == "trl":
-        script = ["-m", "experiments.bench.trl_chain", name]
-        script += ["--with_stop"] if stage == WITH_STOP else []
-        flags |= {"model": model, "rows": rows, "reward_model": reward_model}
-    else:
-        script = [f"train_{stage}.py", "--config", f"{RECIPES}/{stage}.yaml"]
-        flags |= {"model_name_or_path": model, "dataset_name": rows, "dataset_test_split": ""}
-        flags |= {"num_sample_prompts": 0, "keep_last": 0, "num_eval_rows": 0}
-        if stage == "sft":
-            flags["tokenizer_name_or_path"] = ""
-        if stage == "grpo":
-            flags |= {"reward_funcs": reward_model, "reward_weights": 1, "num_candidates": 0}
-    return [*script, *(f"--{name}={value}" for name, value in flags.items())]
+    words = [*TRL, name] if side == "trl" else [f"train_{name}.py"]
+    words += ["--with_stop"] if stage == WITH_STOP else []
+    return words + [f"--{flag}={value}" for flag, value in flags.items()]
 
 
 def train(words: Sequence[str], output_dir: Path) -> dict[str, Any]:
@@ -139,17 +137,17 @@ def outcomes(
     stage: str, folder: Path, runs: Mapping[str, Any], judged: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, float]:
     """The outcomes of a stage."""
-    own, found = judged[str(folder / stage / "model")], dict(runs[stage])
-    saved = found.pop("saved")
-    if stage == "reward":
-        return {**found, "accuracy, %": 100 * own["accuracy"]["accuracy"]}
-    found["gold reward"] = own["rewards"]["gold"]["mean"]
-    if stage == "sft":
-        return found
+    system, values = judged[str(folder / stage)], dict(runs[stage])
+    saved, name = values.pop("saved"), stage.partition(",")[0]
+    if name == "reward":
+        return values | {"accuracy, %": 100 * system["accuracy"]["accuracy"]}
+    values["gold reward"] = system["rewards"]["gold"]["mean"]
+    if name != "sft":
+        values["KL, nats"] = system["kl"]["mean"]
     good = [at for path, at in saved.items() if judged[path]["rewards"]["gold"]["mean"] >= GOOD]
     if good:
-        found[UNTIL] = min(good) + sum(runs[earlier]["minutes"] for earlier in BEFORE[stage])
-    return {**found, "KL, nats": own["kl"]["mean"]}
+        values[UNTIL] = min(good) + sum(runs[earlier]["minutes"] for earlier in BEFORE[name])
+    return values
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -159,25 +157,24 @@ def table(results: Mapping[str, Any]) -> str:
     """Both sides as means over seeds with Student's 95% interval, and their difference by seed."""
     rows = []
     for stage in (*STAGES, WITH_STOP):
-        for name in [*DIGITS, UNTIL]:
-            sides = [[own.get(stage, {}).get(name) for own in results[side]] for side in SIDES]
-            if any(value is not None for values in sides for value in values):
-                digits = DIGITS.get(name, 2)
-                known = [[value for value in values if value is not None] for values in sides]
-                cells = [mean(values, len(results["seeds"]), digits) for values in known]
-                by_seed = [b - a for a, b in zip(*sides, strict=True) if None not in (a, b)]
-                rows.append([stage, name, *cells, mean(by_seed, len(by_seed), digits, sign="+")])
+        for name, digits in DIGITS.items():
+            trl, ours = (
+                [values.get(stage, {}).get(name) for values in results[side]] for side in SIDES
+            )
+            by_seed = [b - a for a, b in zip(trl, ours, strict=True) if None not in (a, b)]
+            cells = [mean(trl, digits), mean(ours, digits), mean(by_seed, digits, sign="+")]
+            if {*cells} != {NOT_MEASURED}:
+                rows.append([stage, name, *cells])
     heads = ["stage", "", f"TRL {results['packages']['trl']}", "ours", "ours - TRL"]
     return markdown.table(heads, rows)
 
 
-def mean(values: Sequence[float], num_seeds: int, digits: int, sign: str = "") -> str:
+def mean(of_seeds: Sequence[float | None], digits: int, sign: str = "") -> str:
     """Mean and interval; and how many seeds they are of, if not all."""
-    from experiments.outcomes import over  # torch: not in `processes`' parent
-
+    values = [value for value in of_seeds if value is not None]
     if not values:
         return NOT_MEASURED
-    few = f" ({len(values)} of {num_seeds} seeds)" if len(values) < num_seeds else ""
+    few = f" ({len(values)} of {len(of_seeds)} seeds)" if len(values) < len(of_seeds) else ""
     return over(values, digits, sign=sign) + few
 
 

@@ -1,4 +1,4 @@
-"""The rows of the benchmark: what is trained, on how much per step, for how many steps.
+"""Rows of the benchmark: which model is trained, on how much per step, for how many steps.
 
 Every step of a row works on the same texts, a whole file at a time: both sides then do the same
 work in every step, whatever order they read in. Only sampled completions differ.
@@ -12,6 +12,25 @@ MAX_COMPLETION_LENGTH = 56  # tokens, stop token included
 REACH_MEMORY = 0.6  # peak memory, as a share of TRL's
 LEARNING_RATE = 1e-6  # so small that samples keep their lengths
 BETA = 0.04  # weight of GRPO's KL, above 0 so that the reference takes part
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT-2."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    vocabulary: int
+    num_positions: int
+
+
+SHAPES = {
+    "tiny": Shape(4, 256, 4, 4096, 512),
+    "gpt2-small": Shape(12, 768, 12, 50257, 1024),
+}
+# Which kind of text rows a stage reads
+KINDS = {"sft": "sft", "reward": "preference", "dpo": "preference", "grpo": "prompts"}
 
 
 @dataclass(frozen=True)
@@ -30,8 +49,8 @@ class BenchRow:
 
     @property
     def kind(self) -> str:
-        """Which kind of text rows it reads."""
-        return {"sft": "sft", "grpo": "prompts"}.get(self.stage, "preference")
+        """Kind of its text rows."""
+        return KINDS[self.stage]
 
     @property
     def data_name(self) -> str:
@@ -71,22 +90,7 @@ def num_steps(row: BenchRow, model: str) -> tuple[int, int]:
 
 NUM_CHECK_ROWS = 32  # of the files on which both sides must compute the same loss
 CHECKS = {
-    row.name: row
-    for row in (
-        BenchRow("check-sft", "sft", "", NUM_CHECK_ROWS, 1, 0, None),
-        BenchRow("check-reward", "reward", "", NUM_CHECK_ROWS, 1, 0, None),
-        BenchRow("check-dpo", "dpo", "", NUM_CHECK_ROWS, 1, 0, None),
-    )
+    f"check-{stage}": BenchRow(f"check-{stage}", stage, "", NUM_CHECK_ROWS, 1, 0, None)
+    for stage in ("sft", "reward", "dpo")
 }
-
-
-def find_row(name: str) -> BenchRow:
-    """The row or check of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    known = ROWS | CHECKS
-    if name not in known:
-        raise ValueError(f"--row is {name!r}; it must be one of {', '.join(known)}.")
-    return known[name]
+EVERY_ROW = ROWS | CHECKS

@@ -16,23 +16,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from common.forward import Policy
+from common.padding import padded_batch
 from experiments.bench import our_stages, processes
-from experiments.bench.fixture import EOS_ID, PAD_ID, SHAPES
-from experiments.bench.rows import CHECKS, MAX_COMPLETION_LENGTH, ROWS, BenchRow
+from experiments.bench.fixture import EOS_ID, PAD_ID
+from experiments.bench.rows import CHECKS, MAX_COMPLETION_LENGTH, ROWS, SHAPES
+from experiments.bench.trl_stages import make_trainer
 
 RELATIVE_TOLERANCE = 1e-4
 LOGP_TOLERANCE = 1e-4  # nats; a log-probability is about -8 on a random model
 NUM_COMPLETIONS = 4
-
-
-def loss_pair(row: BenchRow, fixture: Path, folder: Path, threads: int) -> tuple[float, float]:
-    """The first step's loss in TRL and in ours."""
-    record = folder / f"{row.name}.json"
-    command = ["-m", "experiments.bench.trl_stages", "--row", row.name, "--steps", "1"]
-    command += ["--fixture", str(fixture), "--output", str(record)]
-    processes.run(command, folder / f"{row.name}-trl.log", threads=threads)
-    ours = our_stages.run_row(row, fixture, 1, folder / row.name, threads=threads)
-    return json.loads(record.read_text())["loss"], ours["loss"]
 
 
 def make_completions(vocabulary: int, seed: int) -> list[list[int]]:
@@ -42,33 +37,8 @@ def make_completions(vocabulary: int, seed: int) -> list[list[int]]:
     return [[*rng.choices(range(2, vocabulary), k=n - 1), EOS_ID] for n in lengths]
 
 
-def trl_logps(trainer: Any, batch: Any) -> Any:
-    """Log-probabilities (B, C) as TRL's GRPO computes them."""
-    import torch
-
-    with torch.no_grad():
-        return trainer._get_per_token_logps_and_entropies(
-            trainer.model,
-            batch.input_ids,
-            batch.attention_mask.long(),
-            batch.completion_mask.shape[1],
-        )[0]
-
-
-def our_logps(lm: Any, batch: Any) -> Any:
-    """Log-probabilities (B, C) as this repository's stages compute them."""
-    import torch
-
-    from common.forward import Policy
-
-    with torch.no_grad():
-        return Policy(lm)(batch).token_logps
-
-
 def plain_logps(lm: Any, prompt: list[int], completion: list[int]) -> Any:
     """Log-probabilities (C,) by one forward of a single row without any padding."""
-    import torch
-
     with torch.no_grad():
         logits = lm(torch.tensor([prompt + completion]), use_cache=False).logits[0]
     logps = logits[len(prompt) - 1 : -1].float().log_softmax(-1)  # (C, V)
@@ -77,15 +47,11 @@ def plain_logps(lm: Any, prompt: list[int], completion: list[int]) -> Any:
 
 def logp_differences(fixture: Path, folder: str) -> dict[str, tuple[float, float]]:
     """Largest distance of TRL's and of our log-probabilities from plain forwards, in nats."""
-    from common.padding import padded_batch
-    from experiments.bench.trl_stages import make_trainer
-
     trainer = make_trainer(ROWS["grpo-8x8"], fixture, 1, folder)
     lm = trainer.model.eval()
     path = fixture / "data" / f"{ROWS['grpo-8x8'].data_name}.jsonl"
     texts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
-    prompts = [trainer.processing_class(text)["input_ids"] for text in texts]
-    prompts = sorted(prompts, key=len)
+    prompts = sorted((trainer.processing_class(text)["input_ids"] for text in texts), key=len)
     groups = {
         "one prompt": prompts[:1],
         "two prompts, padded on the left": [prompts[0], prompts[-1]],
@@ -96,7 +62,12 @@ def logp_differences(fixture: Path, folder: str) -> dict[str, tuple[float, float
         batch = padded_batch(group, completions, PAD_ID)
         rows = [(p, c) for p, some in zip(group, completions, strict=True) for c in some]
         plain = [plain_logps(lm, prompt, completion) for prompt, completion in rows]
-        theirs, ours = trl_logps(trainer, batch), our_logps(lm, batch)
+        width = batch.completion_mask.shape[1]
+        with torch.no_grad():
+            theirs = trainer._get_per_token_logps_and_entropies(
+                lm, batch.input_ids, batch.attention_mask.long(), width
+            )[0]  # (B, C)
+            ours = Policy(lm)(batch).token_logps  # (B, C)
         differences[title] = tuple(
             max(
                 (logps[: len(row)] - row).abs().max().item()
@@ -114,14 +85,16 @@ def main() -> None:
     parser.add_argument("--fixture", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    lines, failed = [], []
+    fixture, threads, lines, failed = arguments.fixture, arguments.threads, [], []
     with tempfile.TemporaryDirectory() as folder:
         for row in CHECKS.values():
-            theirs, ours = loss_pair(row, arguments.fixture, Path(folder), arguments.threads)
+            logs = Path(folder, row.name)
+            theirs = processes.run_trl(row, fixture, 1, logs / "trl", threads=threads)["loss"]
+            ours = our_stages.run_row(row, fixture, 1, logs / "ours", threads=threads)["loss"]
             distance = abs(ours - theirs) / abs(theirs)
             lines.append(f"{row.stage}: TRL {theirs:.7f}, ours {ours:.7f}, relative {distance:.1e}")
             failed += [row.stage] * (distance > RELATIVE_TOLERANCE)
-        differences = logp_differences(arguments.fixture, folder)
+        differences = logp_differences(fixture, folder)
     for title, (theirs, ours) in differences.items():
         lines.append(
             f"grpo log-probs, {title}: furthest from unpadded forwards, "

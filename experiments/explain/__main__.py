@@ -10,9 +10,9 @@ objectives than the four papers' own are refused: the page has no formulas for t
 """
 
 import argparse
-import importlib
 import tempfile
 from pathlib import Path
+from pkgutil import resolve_name
 
 from common import distributed
 from common.config.parser import parse
@@ -24,7 +24,7 @@ from experiments.explain.trace import trace_step
 from experiments.stages import config_class
 
 SCRIPTS = ("train_sft.py", "train_reward.py", "train_dpo.py", "train_grpo.py")
-# In the place of the recipe's sizes; the flags of the command line come after them.
+# Sizes in the place of the recipe's: the flags of the command line come after them
 SMALL = "--batch_size 2 --max_steps 1 --warmup_steps 0 --num_train_rows 64 --num_sample_prompts 0"
 SMALL_OF_STAGE = {"reward": "--num_sft_rows 2", "grpo": "--num_candidates 4 --num_generations 2"}
 # One update, no evaluation, and nothing that is kept.
@@ -48,9 +48,9 @@ def main() -> None:
 def write(script: str, flags: list[str], output: str | None = None) -> Path:
     """Write the page of a script's first step with these flags; returns the file."""
     stage = script.removeprefix("train_").removesuffix(".py")
-    texts, module = formulas(stage), importlib.import_module(script.removesuffix(".py"))
-    functions = [box["function"] for box in texts["flow"]] + texts["also"]
-    functions.append("common.model.load.load_vocabulary")
+    texts = formulas(stage)
+    functions = ["common.model.load.load_vocabulary", *texts["also"]]
+    functions += [box["function"] for box in texts["flow"]]
     small = f"{SMALL} {SMALL_OF_STAGE.get(stage, '')}".split()
     forced = f"{FORCED} {FORCED_OF_STAGE.get(stage, '')}".split()
     with tempfile.TemporaryDirectory() as folder:
@@ -59,17 +59,22 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
             if getattr(config, name) != value:
                 raise config.refused(name, f"{value}: the page has no formulas of others")
         distributed.start()
-        trace = trace_step(module.main, config, functions)
-    numbers = explain(trace, config, stage, trace.of("load_vocabulary")[0].result)
-    content = with_links(numbers, trace, stage)
-    content["settings"] = {name: getattr(config, name) for name in texts["settings"]}
+        trace = trace_step(resolve_name(f"train_{stage}.main"), config, functions)
+    settings = {name: getattr(config, name) for name in texts["settings"]}
+    content = {
+        "stage": stage,
+        "title": texts["title"],
+        "objective": texts["objective"],
+        **with_links(explain(trace, config, stage), trace, texts),
+        "settings": settings,
+    }
     commit, _, changed = (git_commit() or "unknown").partition("-")
     facts = {
         "command": " ".join(["python -m experiments.explain", script, *flags]),
         "model": config.model_name_or_path,
         "seed": str(config.seed),
         "commit": commit[:10] + (", with changes" if changed else ""),
-        "settings": ", ".join(f"{name} {value}" for name, value in content["settings"].items()),
+        "settings": ", ".join(f"{name} {value}" for name, value in settings.items()),
     }
     file = Path(output or f"output/explain/{stage}.html")
     file.parent.mkdir(parents=True, exist_ok=True)

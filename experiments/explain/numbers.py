@@ -5,6 +5,7 @@ here, from what was traced: a mean and a standard deviation, sigmoids, sums and 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,18 +21,24 @@ from experiments.explain.trace import Trace, scores_of
 Record = dict[str, Any]
 
 
-def explain(trace: Trace, config: Any, stage: str, vocabulary: Vocabulary) -> Record:
+def explain(trace: Trace, config: Any, stage: str) -> Record:
     """The layouts, and the numbers by level: prompts, completions with tokens, pairs, step."""
+    vocabulary = trace.of("load_vocabulary")[0].result
     numbers_of = {"sft": sft, "reward": reward, "dpo": dpo, "grpo": grpo}[stage]
     result: Record = {"prompts": [], "pairs": [], **numbers_of(trace, config)}
+    if plans := trace.of("plan_updates"):
+        denominator = float(plans[-1].result[0].denominators.num_sequences)
+    else:
+        denominator = float(trace.of("count_all", "main")[-1].result)
     call, most = trace.of("clip_and_step")[-1], config.max_grad_norm
-    norm, rate = float(call.result["grad_norm"]), call.result["learning_rate"]
-    step = result.setdefault("step", {})
-    if counted := trace.of("count_all", "main"):
-        step["denominator"] = float(counted[-1].result)
-    step["loss"] = float(call.arguments["loss"]) / step["denominator"]  # it was a sum
-    clip_factor = min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0
-    step |= {"grad_norm": norm, "clip_factor": clip_factor, "learning_rate": rate}
+    norm = float(call.result["grad_norm"])
+    result["step"] = {
+        "denominator": denominator,
+        "loss": float(call.arguments["loss"]) / denominator,  # it was a sum
+        "grad_norm": norm,
+        "clip_factor": min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0,
+        "learning_rate": call.result["learning_rate"],
+    }
     groups = [groups_of(trace, batch) for batch in trace.batches]
     result["layouts"] = {
         name: [layout(data.collate(each, name, vocabulary.pad_id), vocabulary) for each in groups]
@@ -43,31 +50,28 @@ def explain(trace: Trace, config: Any, stage: str, vocabulary: Vocabulary) -> Re
     return result
 
 
-def groups_of(trace: Trace, batch: AnyBatch) -> Sequence[data.PromptGroup]:
-    """The prompts with their completions that a micro-batch was made of."""
+def groups_of(trace: Trace, batch: AnyBatch) -> Any:
+    """The prompts with their completions, PromptGroups, that a micro-batch was made of."""
     same = (c for c in trace.of("collate") if torch.equal(c.result.input_ids, batch.input_ids))
-    groups: Sequence[data.PromptGroup] = next(same).arguments["groups"]
-    return groups
+    return next(same).arguments["groups"]
 
 
 def layout(batch: AnyBatch, vocabulary: Vocabulary) -> Record:
     """Ids and positions of a batch, flattened; a letter for the kind of each, - for padding."""
     ids, lengths = batch.input_ids, batch.completion_mask.sum(1).tolist()
-    kinds = torch.full(ids.shape, ord("p"))
     if isinstance(batch, PaddedBatch):
-        kinds[~batch.attention_mask] = ord("-")
-        last = batch.attention_mask.long().cumsum(1).argmax(1)
-        ends = [*enumerate(last.tolist())]
+        kinds = [["p" if is_token else "-" for is_token in row] for row in batch.attention_mask]
+        start = ids.shape[1] - batch.completion_mask.shape[1]
+        ends = [(row, start + length) for row, length in enumerate(lengths)]
     else:
-        ends = [(0, column) for column in batch.last.tolist()]
+        kinds = [["p"] * ids.shape[1]]
+        ends = [(0, column + 1) for column in batch.last.tolist()]
     for (row, end), length in zip(ends, lengths, strict=True):
-        is_stop = int(ids[row, end]) in vocabulary.stop_ids
-        kinds[row, end - length + 1 : end + 1] = ord("c")
-        kinds[row, end] = ord("s" if is_stop else "c")
-    letters = "".join(map(chr, kinds.flatten().tolist()))
-    positions = batch.position_ids.flatten().tolist()
-    flat = {"ids": ids.flatten().tolist(), "positions": positions, "kinds": letters}
-    return {"shape": [*ids.shape], **flat}
+        kinds[row][end - length : end] = "c" * length
+        if int(ids[row, end - 1]) in vocabulary.stop_ids:
+            kinds[row][end - 1] = "s"
+    flat = {"ids": ids.flatten().tolist(), "positions": batch.position_ids.flatten().tolist()}
+    return {"shape": [*ids.shape], **flat, "kinds": "".join(chain(*kinds))}
 
 
 # ---- records -------------------------------------------------------------------------------------
@@ -105,7 +109,8 @@ def completions(trace: Trace, tokens: Mapping[str, Any], **columns: Any) -> list
 
 def movement(trace: Trace) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
     """How far tokens, and with them completions, moved in the step: values (B, C) and (B,)."""
-    before, after = [scores_of(call).detach().double() for call in trace.forwards], trace.after
+    before = [scores_of(call.result).detach().double() for call in trace.forwards]
+    after = trace.after
     change = [later - earlier for earlier, later in zip(before, after, strict=True)]
     sums = [torch.cat([each.double().sum(1) for each in logps]) for logps in (before, after)]
     completion = {"completion_logp": sums[0], "completion_logp_after": sums[1]}
@@ -119,8 +124,8 @@ def movement(trace: Trace) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
 def sft(trace: Trace, config: Any) -> Record:
     """Losses of tokens."""
     tokens, columns = movement(trace)
-    losses = [-logps for logps in tokens["logp"]]
-    found = completions(trace, {**tokens, "token_loss": losses}, **columns)
+    tokens["token_loss"] = [-logps for logps in tokens["logp"]]
+    found = completions(trace, tokens, **columns)
     for one in found:
         one |= {"label": f"row {one['row'] + 1}", "moved_as_wanted": one["factor"] > 1}
     return {"completions": found}
@@ -130,10 +135,8 @@ def with_pairs(found: list[Record], pairs: Mapping[str, Tensor]) -> Record:
     """The record of completions in pairs, chosen first, and of the pairs."""
     for k, one in enumerate(found):
         one["label"] = f"row {one['row'] + 1}, {('chosen', 'rejected')[k % 2]}"
-    return {
-        "completions": found,
-        "pairs": records({"row": [o["row"] for o in found[::2]], **pairs}),
-    }
+    rows = [chosen["row"] for chosen in found[::2]]
+    return {"completions": found, "pairs": records({"row": rows, **pairs})}
 
 
 def reward(trace: Trace, config: Any) -> Record:
@@ -181,43 +184,47 @@ def dpo(trace: Trace, config: Any) -> Record:
 
 
 def grpo(trace: Trace, config: Any) -> Record:
-    """Candidates, who was kept, advantages, and the losses of the kept ones' tokens."""
-    selected, columns = trace.of("select")[-1].result, movement(trace)[1]
-    tokens = grpo_tokens(trace, config)
+    """Candidates, who was kept, advantages, and the kept ones' tokens on their way to the loss."""
+    tokens, columns = movement(trace)
+    tokens |= {
+        "ratio": [call.result for call in trace.of("probability_ratio", "policy_loss")],
+        "clipped": [call.result for call in trace.of("clipped_tokens")],
+        "policy_term": [call.result for call in trace.of("policy_loss")],
+        "token_loss": [call.arguments["per_token"] for call in trace.of("aggregate")],
+    }
+    if kls := trace.of("kl_estimate", "grpo_loss"):
+        tokens["ref_logp"] = [call.arguments["ref_token_logps"] for call in kls]
+        tokens["kl"] = [call.result for call in kls]
+        tokens["kl_after"] = list(map(kl_estimate, trace.after, tokens["ref_logp"]))
     losses = by_completion(trace, tokens["token_loss"])
     columns["mean_loss"] = torch.tensor([sum(each) / max(1, len(each)) for each in losses])
     trained = {one["slot"]: one for one in completions(trace, tokens, **columns)}
-    slots = {candidate: slot for slot, candidate in enumerate(selected.candidates.tolist())}
+    selected, found = trace.of("select")[-1].result, candidates(trace, config)
     advantages = trace.of("advantages")[-1].result.flatten().tolist()
-    found = candidates(trace, config)
-    for candidate, one in enumerate(found):
-        slot = slots.get(candidate)
-        one["kept"] = slot is not None
+    for slot, candidate in enumerate(selected.candidates.tolist()):
         if slot in trained:
-            one |= {name: value for name, value in trained[slot].items() if name != "tokens"}
-            one["tokens"] |= trained[slot]["tokens"]
+            one, more = found[candidate], trained[slot]
+            one |= more | {"tokens": one["tokens"] | more["tokens"]}
             one["advantage"] = advantages[slot]
             one["moved_as_wanted"] = (one["factor"] - 1) * advantages[slot] > 0
-    counts = trace.of("plan_updates")[-1].result[0].denominators
     if not (calls := trace.of("_deviations", "group_advantages")):
         raise UserError(
             "a reward function rewards steps of a completion; the page has no formulas."
         )
-    call = calls[-1]
-    means = (call.arguments["rewards"].double() - call.result)[:, 0]
-    prompts = {"row": selected.groups.rows, "mean": means, "std": call.result.std(1)}
-    step = {"denominator": float(counts.num_sequences)}
-    return {"completions": found, "prompts": records(prompts), "step": step}
+    rewards, deviations = calls[-1].arguments["rewards"], calls[-1].result
+    means = (rewards.double() - deviations)[:, 0]
+    prompts = {"row": selected.groups.rows, "mean": means, "std": deviations.std(1)}
+    return {"completions": found, "prompts": records(prompts)}
 
 
 def candidates(trace: Trace, config: Any) -> list[Record]:
     """All K candidates of each prompt, with what decides who is kept."""
-    groups = trace.of("select")[-1].result.groups
-    rollouts, num_candidates = groups.rollouts, groups.rewards.shape[1]
-    examples = [example for example in groups.examples for _ in range(num_candidates)]
-    names = [f"row {e.row + 1}, candidate {i % num_candidates + 1}" for i, e in enumerate(examples)]
+    selected = trace.of("select")[-1].result
+    groups, kept = selected.groups, selected.candidates.tolist()
+    rollouts, numbers = groups.rollouts, range(groups.rewards.shape[1])
+    examples = [example for example in groups.examples for _ in numbers]
     columns = {
-        "label": names,
+        "label": [f"row {e.row + 1}, candidate {k + 1}" for e in groups.examples for k in numbers],
         "row": [example.row for example in examples],
         "prompt_ids": [example.prompt_ids for example in examples],
         "ids": rollouts.completion_ids,
@@ -227,25 +234,8 @@ def candidates(trace: Trace, config: Any) -> list[Record]:
     scores = groups.rewards.double() / config.rejection_temperature
     if draws := trace.of("uniform", "_keep_gumbel"):
         keys = scores - torch.log(-torch.log(draws[0].result))
-        columns |= {"draw": draws[0].result.flatten(), "key": keys.flatten()}
     elif draws := trace.of("uniform", "_rso_accepts"):  # the first pass
         keys = (scores - scores.amax(1, keepdim=True)).exp()
+    if draws:
         columns |= {"draw": draws[0].result.flatten(), "key": keys.flatten()}
-    return records(columns)
-
-
-def grpo_tokens(trace: Trace, config: Any) -> dict[str, list[Tensor]]:
-    """The values (B, C) of each micro-batch's tokens on their way to the loss."""
-    columns = movement(trace)[0] | {
-        "ratio": [call.result for call in trace.of("probability_ratio", "policy_loss")],
-        "clipped": [call.result for call in trace.of("clipped_tokens")],
-        "policy_term": [call.result for call in trace.of("policy_loss")],
-        "token_loss": [call.arguments["per_token"] for call in trace.of("aggregate")],
-    }
-    if kls := trace.of("kl_estimate", "grpo_loss"):
-        columns["ref_logp"] = [call.arguments["ref_token_logps"] for call in kls]
-        columns["kl"] = [call.result for call in kls]
-        pairs = zip(trace.after, columns["ref_logp"], strict=True)
-        estimator = config.kl_estimator
-        columns["kl_after"] = [kl_estimate(*each, estimator=estimator) for each in pairs]
-    return columns
+    return records(columns | {"kept": [i in kept for i in range(len(examples))]})

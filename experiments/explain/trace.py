@@ -1,17 +1,17 @@
 """What a script's functions are called with, and return, in its first optimiser step.
 
-The script's own `main` runs. While it does, the named functions are replaced by wrappers that call
-them and keep their arguments and results; nothing is computed a second time. When the step ends,
-the same forward passes run again on the updated weights, and `main` is left.
+The script's own `main` runs. While it does, the interpreter reports calls and returns, and those of
+the named functions are kept; nothing is computed a second time. When the step ends, the same
+forward passes run again on the updated weights, and `main` is left.
 """
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -20,8 +20,6 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.run import Run
-
-OURS = ("common.", "train_")  # how the names of the project's modules begin
 
 
 class StepDone(Exception):  # noqa: N818 - leaves a script after its first step
@@ -34,7 +32,7 @@ class Call:
 
     arguments: dict[str, Any]  # by name
     result: Any
-    caller: str  # the function of the project that called it
+    caller: str  # the function that called it
 
 
 @dataclass
@@ -52,7 +50,7 @@ class Trace:
     @property
     def forwards(self) -> list[Call]:
         """The forward passes whose backward pass gave the gradient, one of each micro-batch."""
-        return [call for call in self.of("forward") if scores_of(call).requires_grad]
+        return [call for call in self.of("forward") if scores_of(call.result).requires_grad]
 
     @property
     def batches(self) -> list[Any]:
@@ -60,53 +58,40 @@ class Trace:
         return [call.arguments["batch"] for call in self.forwards]
 
 
-def scores_of(forward: Call) -> Tensor:
+def scores_of(output: Any) -> Tensor:
     """Log-probs (B, C) of a policy's forward pass, or rewards (B,) of a reward model's."""
-    scores: Tensor = getattr(forward.result, "token_logps", forward.result)
+    scores: Tensor = getattr(output, "token_logps", output)
     return scores
 
 
 def trace_step(main: Callable[[Any], None], config: Any, functions: Sequence[str]) -> Trace:
     """Run a script's `main` for one step, and trace the functions, by their dotted names."""
     trace = Trace()
+    codes = {inspect.unwrap(resolve_name(name)).__code__ for name in functions}
+    arguments: dict[FrameType, dict[str, Any]] = {}  # of calls that have not returned
+
+    def add_call(frame: FrameType, event: str, result: Any) -> None:
+        if frame.f_code not in codes:
+            return
+        if event == "call":
+            arguments[frame] = dict(frame.f_locals)
+        if event == "return" and frame.f_back:
+            call = Call(arguments.pop(frame), result, frame.f_back.f_code.co_name)
+            trace.calls.setdefault(frame.f_code.co_name, []).append(call)
 
     def end_step(run: Run, *_: Any, **__: Any) -> None:
         with torch.no_grad():
             for call in trace.forwards:
                 inputs = {name: value for name, value in call.arguments.items() if name != "self"}
-                scores = run.module(**inputs)
-                trace.after.append(getattr(scores, "token_logps", scores))
+                trace.after.append(scores_of(run.module(**inputs)))
         raise StepDone
 
-    with ExitStack() as patches:
-        for name in functions:
-            function, owner = resolve_name(name), resolve_name(name.rpartition(".")[0])
-            replacement = recorder(function, trace)
-            modules = [sys.modules[name] for name in [*sys.modules] if name.startswith(OURS)]
-            for place in [owner] if isinstance(owner, type) else modules:
-                for attribute in [a for a, value in vars(place).items() if value is function]:
-                    patches.enter_context(mock.patch.object(place, attribute, replacement))
-        patches.enter_context(mock.patch.object(Run, "end_step", end_step))
-        with suppress(StepDone):
+    sys.setprofile(add_call)
+    try:
+        with mock.patch.object(Run, "end_step", end_step), suppress(StepDone):
             main(config)
+    finally:
+        sys.setprofile(None)
     if not trace.after:
         raise UserError("the step made no update, because no completion counts in its loss.")
     return trace
-
-
-def recorder(function: Any, trace: Trace) -> Any:
-    """A function that calls another one and adds the call to the trace."""
-    calls = trace.calls.setdefault(function.__name__, [])
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        while frame.f_back and not frame.f_globals["__name__"].startswith(OURS):
-            frame = frame.f_back
-        result = function(*args, **kwargs)
-        arguments = signature.bind(*args, **kwargs).arguments
-        calls.append(Call(arguments, result, frame.f_code.co_name))
-        return result
-
-    return wrapper

@@ -22,8 +22,8 @@ from common.text.rows import Row
 from common.text.tokenise import tokenize_rows
 from experiments.bench import __main__ as bench
 from experiments.bench import fixture, flops, our_stages
-from experiments.bench.fixture import EOS_ID, Shape
-from experiments.bench.rows import CHECKS, ROWS, BenchRow
+from experiments.bench.fixture import EOS_ID
+from experiments.bench.rows import CHECKS, ROWS, SHAPES, BenchRow, Shape
 
 MINI = Shape(num_layers=2, width=64, num_heads=2, vocabulary=1024, num_positions=512)
 TOY = Shape(num_layers=1, width=2, num_heads=1, vocabulary=10, num_positions=8)
@@ -31,11 +31,11 @@ TOY = Shape(num_layers=1, width=2, num_heads=1, vocabulary=10, num_positions=8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
-    fixture.SHAPES["mini"] = MINI
+    SHAPES["mini"] = MINI
     folder = tmp_path_factory.mktemp("bench") / "fixture"
     fixture.build("mini", folder)
     yield folder
-    del fixture.SHAPES["mini"]
+    del SHAPES["mini"]
 
 
 def test_lengths_are_those_of_the_distribution():
@@ -120,7 +120,7 @@ def test_linear_layers_cost_what_pytorch_counts():
         model(torch.zeros(1, 7, dtype=torch.long), logits_to_keep=3)
     counted = counter.get_flop_counts()["Global"]
     linear = sum(n for op, n in counted.items() if "mm" in str(op) and "bmm" not in str(op))
-    assert linear == flops.block_flops(MINI, 7) + flops.head_flops(MINI, 3)
+    assert linear == flops.decoder(MINI).flops(7, 0, 3)
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ RUNS = {
     "grpo": {"minutes": 4.0, "GB": 0.5, "saved": {"c": 1.0, "d": 2.0, "e": 3.0}},
 }
 JUDGED = {
-    "x/sft/model": system(0.7),
-    "x/reward/model": {"accuracy": {"accuracy": 0.8}},
-    "x/dpo/model": system(0.85),
-    "x/grpo/model": system(0.95, 3.0),
+    "x/sft": system(0.7),
+    "x/reward": {"accuracy": {"accuracy": 0.8}},
+    "x/dpo": system(0.85),
+    "x/grpo": system(0.95, 3.0),
     **{"a": system(0.8), "b": system(0.89)},
     **{"c": system(0.7), "d": system(0.9), "e": system(0.93)},
 }
