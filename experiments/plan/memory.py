@@ -87,7 +87,7 @@ def parameter_bytes(run: Run, model: Footprint, shards: int, *, trains: bool = T
     """A shard of a model: of what is frozen as `fsdp.hold_in_bfloat16` leaves it, else float32."""
     trained = model.numbers(shards, trained=True) if trains else 0
     frozen = model.numbers(shards) - trained
-    moves = model is run.reference and getattr(run.config, "ref_update_steps", 0) > 0
+    moves = model is run.reference and run.config.ref_update_steps > 0
     stays_float32 = moves or (trained > 0 and not model.is_bfloat16)
     return float(FLOAT32 * trained + (FLOAT32 if stays_float32 else run.number_bytes) * frozen)
 
@@ -129,8 +129,9 @@ def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     """
     policy, batch = run.policy, micro_batch(run, ranks)
     # Whole until the last backward, which saves traffic; or shards all the time.
-    shards = run.num_shards(ranks) if run.shards_gradients else 1
-    are_here = batch.number > 1 and not (run.shards_gradients and run.is_offloaded)
+    is_sharded = run.config.shard_gradients
+    shards = run.num_shards(ranks) if is_sharded else 1
+    are_here = batch.number > 1 and not (is_sharded and run.is_offloaded)
     added_up = float(FLOAT32 * policy.numbers(shards, trained=True) * are_here)
     head = 0 if policy.has_adapters else FLOAT32 * policy.head_weights
     whole = {"gathered": gathered(run, policy, ranks, has_backward=True)}
@@ -176,7 +177,7 @@ def last_gradients(run: Run, ranks: int, num_micro_batches: int) -> float:
     the root's are reduced, to a shard that is added to what the rank holds of earlier ones.
     """
     policy, is_plain = run.policy, run.is_plain(ranks)
-    is_added = num_micro_batches > 1 and (is_plain or not run.shards_gradients)
+    is_added = num_micro_batches > 1 and (is_plain or not run.config.shard_gradients)
     temporaries = 0 if policy.has_adapters else is_added + policy.is_tied
     embedding = run.number_bytes * policy.vocabulary * policy.width * temporaries
     if is_plain or is_added:  # before the last micro-batch nothing is reduced
@@ -308,7 +309,7 @@ def saved_bytes(run: Run, ranks: int) -> float:
     shards = run.num_shards(ranks)
     trained = run.policy.numbers(shards, trained=True)
     kept = (1 + MOMENTS_OF_ADAM) * trained
-    if getattr(run.config, "ref_update_steps", 0) > 0:
+    if run.config.ref_update_steps > 0:
         kept += run.reference.numbers(shards) if run.reference else trained
     if not run.config.async_save:
         units = (*run.policy.blocks, run.policy.root)

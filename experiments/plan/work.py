@@ -6,7 +6,8 @@ sizes of GPT-2).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from common.config.stages import TrainConfig
 from common.grpo.config import GRPOConfig
@@ -27,7 +28,10 @@ class Run:
     reward_models: tuple[Footprint, ...]
     on_gpu: bool
     process_bytes: float  # of Python and its libraries, where they share the memory
-    shards_gradients: bool = False  # reduced in every micro-batch
+
+    def with_flags(self, **flags: Any) -> "Run":
+        """The same run but for flags that change no model."""
+        return replace(self, config=replace(self.config, **flags))
 
     @property
     def num_completions(self) -> int:
