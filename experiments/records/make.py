@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.layout import describe
-from common.record.jsonl import read_jsonl
+from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.run_folder import accelerator, cpu_model, versions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make(name: str, commit: str, tree: Path) -> bool:
     """Make a part unless it has a record of this commit or lacks an input; False if it failed."""
     part, record = PARTS[name], read_record(name)
-    out, command = tree / "output" / name, command_of(name)
+    out, command = tree / "output" / name, part.command.format(out=f"output/{name}")
     if record.get("commands") == [command] and record["git_commit"] == commit:
         print(f"{name}: recorded", flush=True)
         return True
@@ -274,7 +274,8 @@ def keep(name: str, tree: Path, out: Path, record: dict[str, Any]) -> None:
 def keep_completions(folder: Path, new: Path) -> None:
     """Keep some texts of the first seed, and of all completions their rewards and stops."""
     files = sorted(folder.glob("seed_*/evaluation/completions.jsonl"))
-    write_jsonl(new / "samples.jsonl", read_jsonl(files[0])[:NUM_SAMPLES])
+    texts = read_jsonl(files[0])[:NUM_SAMPLES]
+    write_atomically(new / "samples.jsonl", map(json_line, texts))
     for file in files:
         found = [
             {
@@ -286,17 +287,8 @@ def keep_completions(folder: Path, new: Path) -> None:
             }
             for line in read_jsonl(file)
         ]
-        write_jsonl(new / file.relative_to(folder).with_name(REWARDS), found)
-
-
-def write_jsonl(file: Path, lines: Sequence[Any]) -> None:
-    """Write a JSON object to a line."""
-    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-def command_of(name: str) -> str:
-    """A part's command with its folder."""
-    return PARTS[name].command.format(out=f"output/{name}")
+        rewards = new / file.relative_to(folder).with_name(REWARDS)
+        write_atomically(rewards, map(json_line, found))
 
 
 def read_record(name: str) -> dict[str, Any]:
