@@ -122,11 +122,7 @@ def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> f
 
 
 def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
-    """The loss of a micro-batch, the backward of its last block, and the end of its backward.
-
-    DPO's reference, where it was not asked ahead, scores a micro-batch while the policy's graph of
-    it is there.
-    """
+    """The loss of a micro-batch, the backward of its last block, and the end of its backward."""
     policy, batch = run.policy, micro_batch(run, ranks)
     # Whole until the last backward, which saves traffic; or shards all the time.
     is_sharded = run.config.shard_gradients
@@ -136,21 +132,8 @@ def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     head = 0 if policy.has_adapters else FLOAT32 * policy.head_weights
     whole = {"gathered": gathered(run, policy, ranks, has_backward=True)}
     kept, most = activations(run, policy, batch)
-    at_loss = (
-        base
-        | whole
-        | {
-            "activations": kept,
-            "logits": logits_bytes(run, policy, batch, trains=True),
-            "gradients": added_up + head * run.is_shared,
-        }
-    )
-    if isinstance(run.config, DPOConfig):
-        for reference in models_of(run)[1:]:
-            temporary = logits_bytes(run, reference, batch, trains=False)
-            temporary += forward_bytes(run, reference, batch.tokens)
-            at_loss["logits"] = max(at_loss["logits"], temporary)
-            at_loss["gathered"] += gathered(run, reference, ranks, has_backward=False)
+    at_loss = base | whole | {"activations": kept, "gradients": added_up + head * run.is_shared}
+    at_loss["logits"] = logits_bytes(run, policy, batch, trains=True)
     block = max(numbers(block, trained=True) for block in policy.blocks)
     waiting = head * run.number_bytes / FLOAT32  # until the embedding gets its gradient
     gradients = added_up + waiting + unit_gradients(run, ranks, block)
