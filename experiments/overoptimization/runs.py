@@ -16,12 +16,7 @@ from common.checkpoint import layout
 from common.data import Example
 from common.errors import UserError
 from common.noise import derive_seed, permutation
-from common.pairs.from_rollouts import (
-    higher_first,
-    informative_pairs,
-    sampled_pairs,
-    write_jsonl,
-)
+from common.pairs.from_rollouts import higher_first, informative_pairs, sampled_pairs, write_jsonl
 from common.record.jsonl import json_line, write_atomically
 from common.sampling.sampler import Rollouts
 from common.text.reading import load_rows, source_options
