@@ -114,11 +114,7 @@ PARTS = {
     ),
     **{
         f"film-{name}": Part(
-            f"{FILM} {flags}",
-            FRONTIER,
-            needs=(SMOLLM2, "data/film"),
-            threads=2,
-            takes_gpu=True,
+            f"{FILM} {flags}", FRONTIER, needs=(SMOLLM2, "data/film"), threads=2, takes_gpu=True
         )
         for name, flags in {
             "0": "--seeds 0",
@@ -137,10 +133,7 @@ PARTS = {
         "experiments.bench --model gpt2-small --rounds 1 --resume", BENCH, "output/bench/gpt2-small"
     ),
     "bench-quality": Part(
-        "experiments.bench.quality",
-        BENCH,
-        "output/bench/quality",
-        python=".venv-bench/bin/python",
+        "experiments.bench.quality", BENCH, "output/bench/quality", python=".venv-bench/bin/python"
     ),
     "conformance": Part(
         "experiments.conformance", ("printed.md",), python=".venv-conformance/bin/python"
@@ -227,11 +220,7 @@ def run(command: Sequence[str], tree: Path, out: Path, part: Part) -> int:
     started = time.perf_counter()
     with (out / "printed.md").open("w") as printed, (out / "errors").open("w") as errors:
         process = subprocess.Popen(
-            command,
-            cwd=tree,
-            env=os.environ | environment,
-            stdout=printed,
-            stderr=errors,
+            command, cwd=tree, env=os.environ | environment, stdout=printed, stderr=errors
         )
         try:
             process.wait()
