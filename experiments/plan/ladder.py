@@ -92,28 +92,28 @@ def fitting(tried: Iterable[tuple[str, Run]], ranks: int) -> tuple[str, Run, Mom
     """The first that fits, whole gradients before sharded ones, with its flags and its peak."""
     for flags, of_flags in tried:
         for is_sharded in (False, True):
-            run = of_flags.with_flags(shard_gradients=is_sharded)
-            most = peak(run, ranks)
+            run = of_flags.with_flags(shard_gradients=is_sharded).on(ranks)
+            most = peak(run)
             if most.total <= SHARE * MEMORY:
                 return flags, run, most
     return f"does not fit with {flags}", run, most
 
 
-def sent_bytes(run: Run, ranks: int) -> float:
+def sent_bytes(run: Run) -> float:
     """Bytes that a rank sends in a step: a ring hands on S (R - 1) / R of S bytes on R ranks.
 
     The policy is gathered in the compute dtype for forward and backward of every micro-batch, a
     frozen model for its forward, the rollout copy once. Gradients are reduced in float32: once, or
     in every micro-batch if they are sharded.
     """
-    number = micro_batch(run, ranks).number
+    number = micro_batch(run).number
     samples_here = isinstance(run.config, GRPOConfig) and not run.config.rollout_server
     passes = 2 * number + samples_here
     frozen = [*([run.reference] if run.reference else []), *run.reward_models]
     gathered = passes * run.policy.numbers() + number * sum(model.numbers() for model in frozen)
     reductions = number if run.config.shard_gradients else 1
     reduced = FLOAT32 * reductions * run.policy.numbers(trained=True)
-    return (run.number_bytes * gathered + reduced) * (ranks - 1) / ranks
+    return (run.number_bytes * gathered + reduced) * (run.ranks - 1) / run.ranks
 
 
 def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
@@ -128,8 +128,8 @@ def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
         f"{ranks}",
         flags or "none",
         plan.gigabytes(most.total),
-        plan.gigabytes(host_bytes(run, ranks)[-1]),
-        plan.gigabytes(sent_bytes(run, ranks)),
+        plan.gigabytes(host_bytes(run)[-1]),
+        plan.gigabytes(sent_bytes(run)),
         " to ".join(f"{s:,.0f}" if s >= 1000 else f"{s:.3g}" for s in seconds),
     ]
 

@@ -88,13 +88,13 @@ def tables(run: Run, all_ranks: Sequence[int]) -> list[str]:
     other = run.with_flags(shard_gradients=not is_sharded)
     at_worst, at_each, on_host = [], [], []
     for ranks in all_ranks:
-        every, number = moments(run, ranks), micro_batch(run, ranks).number
-        most = peak(run, ranks)
+        here = run.on(ranks)
+        every, most = moments(here), peak(here)
         parts = [gigabytes(most.parts.get(column, 0.0)) for column in COLUMNS]
-        peaks = [gigabytes(most.total), most.name, gigabytes(peak(other, ranks).total)]
-        at_worst.append([f"{ranks}", f"{number}", *parts, *peaks])
+        peaks = [gigabytes(most.total), most.name, gigabytes(peak(other.on(ranks)).total)]
+        at_worst.append([f"{ranks}", f"{micro_batch(here).number}", *parts, *peaks])
         at_each.append([f"{ranks}", *(gigabytes(moment.total) for moment in every)])
-        on_host.append([f"{ranks}", *map(gigabytes, host_bytes(run, ranks))])
+        on_host.append([f"{ranks}", *map(gigabytes, host_bytes(here))])
     last = f"peak, {'whole' if is_sharded else 'sharded'} gradients"
     found = [
         markdown_table(["ranks", "micro-batches", *COLUMNS, "peak", "when", last], at_worst),

@@ -27,6 +27,6 @@ def test_bytes_sent_are_worked_out_by_hand():
     with mock.patch.object(ladder, "micro_batch", return_value=SimpleNamespace(number=3)):
         # Of each 20 bytes of bfloat16 half is missing on each of two ranks: the policy's 7 times,
         # the reference's 3 times; and half of 40 bytes of float32 gradients, once or 3 times.
-        assert ladder.sent_bytes(run, 2) == 7 * 10 + 3 * 10 + 20
-        assert ladder.sent_bytes(run.with_flags(shard_gradients=True), 2) == 100 + 3 * 20
-        assert ladder.sent_bytes(run, 1) == 0
+        assert ladder.sent_bytes(run.on(2)) == 7 * 10 + 3 * 10 + 20
+        assert ladder.sent_bytes(run.on(2).with_flags(shard_gradients=True)) == 100 + 3 * 20
+        assert ladder.sent_bytes(run) == 0
