@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from typing import Any
 from common.checkpoint.layout import describe
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.run_folder import accelerator, cpu_model, versions
+from experiments.stages import exit_with_status
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "assets" / "results"
@@ -165,8 +165,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = parser.parse_args(argv).parts
     if unknown := set(parts) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    for asked in (signal.SIGTERM, signal.SIGHUP):  # a part's processes must end too
-        signal.signal(asked, lambda number, _: sys.exit(128 + number))
     commit = code_commit()
     tree = worktree(commit)
     made = [make(name, commit, tree) for name in parts or PARTS]
@@ -334,4 +332,4 @@ def git(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with_status(lambda: sys.exit(main()))  # a part's processes end with this one
