@@ -104,16 +104,21 @@ def differences(part: str) -> str:
         for key, (_, scale, digits) in columns.items():
             pairs = [(number(lines[name][key]), number(lines["sft"][key])) for lines in seeds]
             cells.append(over([scale * (own - sft) for own, sft in pairs], digits))
-        shares = [
-            100 * rate["length_controlled"]["win_rate"]
-            for results in found.values()
-            for rate in results.win_rates
-            if (rate["a"], rate["b"]) == (name, "sft")
-            and rate["judge"] in reward_models(results.systems)
-        ]
+        shares = [100 * win_rate(results, name, "sft") for results in found.values()]
         rows.append([name, *cells, over(shares, 1, is_share=True)])
     heads = ["compared with sft", *(head for head, _, _ in columns.values())]
     return markdown.table([*heads, "RM prefers it at equal length %"], rows)
+
+
+def win_rate(results: Results, name: str, other: str) -> float:
+    """How often the reward model prefers a system to another one, at equal length."""
+    models = reward_models(results.systems)
+    (rate,) = (
+        rate["length_controlled"]["win_rate"]
+        for rate in results.win_rates
+        if (rate["a"], rate["b"]) == (name, other) and rate["judge"] in models
+    )
+    return float(rate)
 
 
 def reward_models(systems: Iterable[Mapping[str, Any]]) -> list[str]:
