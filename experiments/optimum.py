@@ -9,7 +9,7 @@ end of training is the objective's own. Losses and advantages are those of `comm
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,13 +18,7 @@ from torch import Tensor
 
 from common.advantages import EPSILON, weighted_group_advantages
 from common.grpo.sampler_correction import off_policy_mask, sampler_drift, sampler_weights
-from common.losses import (
-    aggregate,
-    kl_estimate,
-    masked_sum,
-    policy_loss,
-    preference_loss,
-)
+from common.losses import aggregate, kl_estimate, masked_sum, policy_loss, preference_loss
 
 BETA = 0.5
 NUM_GENERATIONS = 4
@@ -120,24 +114,20 @@ def grpo(
     token_logps, ref = problem.token_logps(logits), problem.token_logps(problem.ref_logits)
     sampled = problem.token_logps(logits.detach() / sampler_temperature)
     probabilities = masked_sum(sampled, problem.mask, dim=1).exp()  # (Y,)
-    rewards = problem.rewards
+    rewards, mask = problem.rewards, problem.mask
     if kl == "reward":
         rewards = rewards - BETA * kl_estimate(sampled, ref, estimator="k1").sum(dim=1)
     advantages = expected_advantages(rewards, probabilities, scale, baseline, gdpo=gdpo)  # (Y,)
     old = sampled if objective == "dppo" else token_logps
-    per_token = policy_loss(token_logps, old, advantages, problem.mask, objective=objective)
-    weights = sampler_weights(
-        token_logps, sampled, problem.mask, correction=correction, cap=2.0
-    )  # (Y, C)
-    per_token = per_token * weights
-    kept = off_policy_mask(token_logps, sampled, advantages, problem.mask, threshold=off_policy)
-    per_token = per_token * kept
-    per_token = per_token + drift * sampler_drift(token_logps, sampled)
+    per_token = policy_loss(token_logps, old, advantages, mask, objective=objective)
+    weights = sampler_weights(token_logps, sampled, mask, correction=correction, cap=2.0)  # (Y, C)
+    kept = off_policy_mask(token_logps, sampled, advantages, mask, threshold=off_policy)
+    per_token = per_token * weights * kept + drift * sampler_drift(token_logps, sampled)
     if kl != "reward":
         per_token = per_token + BETA * kl_in_loss(problem, logits, kl)
     # A completion counts as often as it is drawn. One sequence of length 1: a sum, no mean.
     weighted = probabilities[:, None] * per_token
-    return aggregate(weighted, problem.mask, aggregation=aggregation, num_sequences=1, max_length=1)
+    return aggregate(weighted, mask, aggregation=aggregation, num_sequences=1, max_length=1)
 
 
 def kl_in_loss(problem: Problem, logits: Tensor, kl: str) -> Tensor:
@@ -160,13 +150,9 @@ def expected_advantages(
 
     GDPO's two rewards are 0.5 where the reward is above 0.5, and the rest.
     """
-    num_completions = len(rewards)
-    members = [torch.arange(num_completions)] * NUM_GENERATIONS
-    groups = torch.cartesian_prod(*members)  # (Y^G, G)
-    objectives = [rewards]
-    if gdpo:
-        is_high = 0.5 * (rewards > 0.5)
-        objectives = [is_high, rewards - is_high]
+    groups = torch.cartesian_prod(*[torch.arange(len(rewards))] * NUM_GENERATIONS)  # (Y^G, G)
+    is_high = 0.5 * (rewards > 0.5)
+    objectives = [is_high, rewards - is_high] if gdpo else [rewards]
     in_groups = [objective[groups] for objective in objectives]
     weights = [1.0] * len(objectives)
     advantages = weighted_group_advantages(in_groups, weights, scale=scale, baseline=baseline)[:, 0]
@@ -174,7 +160,7 @@ def expected_advantages(
     if gdpo:  # the mean over the batch is 0, as it is in every group
         squares = advantages.double() ** 2 * others * probabilities[groups[:, 0]]
         others = others / (squares.sum().sqrt() + EPSILON)
-    return (advantages.double() * others).view(num_completions, -1).sum(dim=1)
+    return (advantages.double() * others).view(len(rewards), -1).sum(dim=1)
 
 
 def preference(
@@ -266,12 +252,12 @@ PREFERENCE: dict[str, Objective] = {
 }
 
 
-def train(problem: Problem, objective: Objective, steps: int = STEPS) -> Tensor:
+def train(problem: Problem, objective: Objective) -> Tensor:
     """Probabilities (Y,) of the policy after training from the reference."""
     logits = problem.ref_logits.clone().requires_grad_()
     optimizer = torch.optim.Adam([logits], lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    for _ in range(steps):
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    for _ in range(STEPS):
         optimizer.zero_grad()
         objective(problem, logits).backward()
         optimizer.step()
@@ -289,33 +275,24 @@ def kl_divergence(first: Tensor, second: Tensor) -> float:
     return float(torch.special.xlogy(first, first / second).sum())
 
 
-def table(objectives: dict[str, Objective], problems: Iterable[Problem]) -> str:
-    """Markdown: per objective and problem the two distances from the optimum."""
-    problems = list(problems)
-    lines = [
-        "| objective | one token: TV | KL, nats | two tokens: TV | KL, nats |",
-        "|---|---|---|---|---|",
-    ]
-    for name, objective in objectives.items():
-        cells = []
-        for problem in problems:
-            reached, best = train(problem, objective), optimum(problem)
-            cells += [total_variation(reached, best), kl_divergence(reached, best)]
-        lines.append(f"| {name} | {' | '.join(f'{cell:.4f}' for cell in cells)} |")
-    return "\n".join(lines)
+def distances(problem: Problem, reached: Tensor) -> list[float]:
+    """Total variation and KL of probabilities (Y,) from the optimum."""
+    best = optimum(problem)
+    return [total_variation(reached, best), kl_divergence(reached, best)]
 
 
 def main() -> None:
-    """Print where the reference stands, then all families."""
+    """Print how far the reference is from the optimum, then a table of each family."""
     problems = (one_token(), two_tokens())
-    distances = []
-    for problem in problems:
-        reference, best = problem.logps(problem.ref_logits).exp(), optimum(problem)
-        distances += [total_variation(reference, best), kl_divergence(reference, best)]
+    start = [x for p in problems for x in distances(p, p.logps(p.ref_logits).exp())]
     print(f"beta {BETA}, groups of {NUM_GENERATIONS}, {STEPS} steps of Adam.")
-    print("The reference is this far from the optimum:", *(f"{d:.4f}" for d in distances))
+    print("The reference is this far from the optimum:", *(f"{x:.4f}" for x in start))
     for objectives in (GRPO, FURTHER, PREFERENCE):
-        print(f"\n{table(objectives, problems)}")
+        print("\n| objective | one token: TV | KL, nats | two tokens: TV | KL, nats |")
+        print("|---|---|---|---|---|")
+        for name, objective in objectives.items():
+            ends = [x for p in problems for x in distances(p, train(p, objective))]
+            print(f"| {name} | {' | '.join(f'{x:.4f}' for x in ends)} |", flush=True)
 
 
 if __name__ == "__main__":

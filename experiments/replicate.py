@@ -165,7 +165,8 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
         UserError: an override is of no stage.
     """
     folder = RECIPES / config.recipe
-    names = [path.stem for stage in CHAIN for path in recipes_of(folder, stage)]
+    every = sorted(path.stem for path in folder.glob("*.yaml"))
+    names = [name for stage in CHAIN for name in every if name.partition("-")[0] == stage]
     recipes = {name: read_recipe(str(folder / f"{name}.yaml")) for name in names}
     root = f"{config.output_dir}/seed_{seed}/"
     text = replaced(json.dumps(recipes), f"output/{config.recipe}/", root, whole=False)
@@ -191,11 +192,6 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
         patch = Path(patches[name]) if name in patches else None
         stages[name] = Stage(script, output_dir, folder / f"{name}.yaml", flags, patch)
     return stages
-
-
-def recipes_of(folder: Path, stage: str) -> list[Path]:
-    """The recipes of a stage in a folder, the one with its plain name first."""
-    return [*folder.glob(f"{stage}.yaml"), *sorted(folder.glob(f"{stage}-*.yaml"))]
 
 
 def script_of(name: str) -> str:

@@ -40,10 +40,7 @@ def main(config: PairsConfig) -> None:
     held_out = held_out_split(config, config.dataset_name, is_trained_on=True)
     if not held_out:
         raise UserError("--dataset_test_split is required: pairs to evaluate on are made too.")
-    splits = {
-        held_out: config.num_eval_rows,
-        config.dataset_train_split: config.num_train_rows,
-    }
+    splits = {held_out: config.num_eval_rows, config.dataset_train_split: config.num_train_rows}
     for split, num_rows in splits.items():
         model_config = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
         part = replace(config, dataset_train_split=split, num_train_rows=num_rows)

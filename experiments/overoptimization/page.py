@@ -7,13 +7,7 @@ from typing import Any
 from common.evaluation.intervals import interval_cell
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.page import write_page
-from experiments.overoptimization.plots import (
-    Results,
-    draw_curves,
-    draw_frontier,
-    setting,
-    title,
-)
+from experiments.overoptimization.plots import Results, draw_curves, draw_frontier, setting, title
 
 
 def write(results: Results, output_dir: Path) -> list[Path]:

@@ -85,30 +85,24 @@ def draw_method(axes: Any, results: Results, method: str) -> None:
 
 
 def draw_frontier(results: Results, path: Path) -> Path:
-    """Gold reward over KL, every method in one panel."""
+    """Gold reward over KL, every method in one panel: dots are seeds, a line their mean."""
     with style():
         figure = titled_figure("", 8, 4.8)
-        draw_gold_over(figure.subplots(), results, "kl")
+        axes = figure.subplots()
+        start = np.mean([seed["gold"]["mean"] for seed in results["seeds"]])
+        axes.axhline(start, color=GREY, linestyle="--", linewidth=1, label=f"SFT {start:.3f}")
+        colours = system_colours(methods_of(results))
+        for method, colour in colours.items():
+            kl, gold, settings = (
+                series_of(results, method, name) for name in ("kl", "gold", "setting")
+            )  # (S, K)
+            far = kl.mean(0) > NEAREST
+            kl, gold, values = kl[:, far], gold[:, far], settings[0, far]
+            ends = f"{setting(method)} {values[0]:g} to {values[-1]:g}" if values.size else ""
+            axes.plot(kl.ravel(), gold.ravel(), ".", color=colour, alpha=0.4, markersize=5)
+            label = f"{title(method)} ({ends})"
+            axes.plot(kl.mean(0), gold.mean(0), color=colour, label=label, **MEAN)
+        axes.set(title="Reward-KL frontier", xscale="log", ylabel="gold reward")
+        axes.set_xlabel("KL(policy || SFT), nats per completion")
+        axes.legend(loc="best")
         return save(figure, path, DPI)
-
-
-def draw_gold_over(axes: Any, results: Results, name: str) -> None:
-    """Gold reward over `kl`, or over the `proxy`'s: dots are seeds, a line their mean."""
-    start = np.mean([seed["gold"]["mean"] for seed in results["seeds"]])
-    axes.axhline(start, color=GREY, linestyle="--", linewidth=1, label=f"SFT {start:.3f}")
-    for method in methods_of(results):
-        kl, over, gold, settings = (
-            series_of(results, method, of) for of in ("kl", name, "gold", "setting")
-        )  # (S, K)
-        far, colour = kl.mean(0) > NEAREST, system_colours(methods_of(results))[method]
-        over, gold, values = over[:, far], gold[:, far], settings[0, far]
-        ends = f"{setting(method)} {values[0]:g} to {values[-1]:g}" if values.size else ""
-        axes.plot(over.ravel(), gold.ravel(), ".", color=colour, alpha=0.4, markersize=5)
-        label = f"{title(method)} ({ends})"
-        axes.plot(over.mean(0), gold.mean(0), color=colour, label=label, **MEAN)
-    if name == "kl":
-        axes.set_xscale("log")
-    unit = {"kl": "KL(policy || SFT), nats per completion", "proxy": "proxy reward"}[name]
-    heading = {"kl": "Reward-KL frontier", "proxy": "Gold over proxy reward"}[name]
-    axes.set(title=heading, xlabel=unit, ylabel="gold reward")
-    axes.legend(loc="best")

@@ -16,12 +16,7 @@ from common.checkpoint import layout
 from common.data import Example
 from common.errors import UserError
 from common.noise import derive_seed, permutation
-from common.pairs.from_rollouts import (
-    higher_first,
-    informative_pairs,
-    sampled_pairs,
-    write_jsonl,
-)
+from common.pairs.from_rollouts import higher_first, informative_pairs, sampled_pairs, write_jsonl
 from common.record.jsonl import json_line, write_atomically
 from common.sampling.sampler import Rollouts
 from common.text.reading import load_rows, source_options
@@ -108,15 +103,11 @@ class Chain:
                 name, rows = f"dpo_{beta:g}", "optimised/pairs.jsonl"
                 policies["dpo"][beta] = self.make("dpo", name, recipe, rows, beta=beta)
         for variant in config.grpo_variants or [""] if config.grpo_recipe else ():
+            name = "_".join(["grpo", *variant.split()])
+            fixed: dict[str, Any] = {"model_name_or_path": self.sft, "reward_funcs": [self.proxy]}
+            fixed |= {"missing_eos_penalty": config.missing_eos_penalty, "keep_last": 0}
             flags = dict(text.split("=", 1) for text in variant.split())
-            model = self.make(
-                *("grpo", "_".join(["grpo", *variant.split()]), config.grpo_recipe),
-                model_name_or_path=self.sft,
-                reward_funcs=[self.proxy],
-                missing_eos_penalty=config.missing_eos_penalty,
-                keep_last=0,
-                **flags,
-            )
+            model = self.make("grpo", name, config.grpo_recipe, **fixed, **flags)
             checkpoints = reversed(layout.newest_first(model.parent))
             policies[f"grpo {variant}".strip()] = {layout.step_of(p): p for p in checkpoints}
         return policies

@@ -11,13 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.evaluation.intervals import mean_interval
-from experiments.overoptimization.curves import (
-    Values,
-    best_of_n,
-    best_of_n_kl,
-    distance,
-    drop,
-)
+from experiments.overoptimization.curves import Values, best_of_n, best_of_n_kl, distance, drop
 from experiments.overoptimization.measuring import Measured
 
 

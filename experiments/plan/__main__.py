@@ -9,11 +9,10 @@ the limits of the config: shorter rows take less.
 """
 
 import argparse
-import sys
 
 from common import distributed
 from common.config.parser import parse
-from common.errors import UserError
+from common.record.terminal import run_command
 from experiments.plan import page
 from experiments.stages import config_class
 
@@ -31,13 +30,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     args, flags = parser.parse_known_args()
     distributed.quieten()
-    try:
-        config = parse(config_class(args.script), flags)
-        print(page.page(page.make_run(config, on_gpu=args.device == "cuda"), args.ranks))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    config = parse(config_class(args.script), flags)
+    print(page.page(page.make_run(config, on_gpu=args.device == "cuda"), args.ranks))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

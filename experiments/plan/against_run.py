@@ -47,8 +47,8 @@ class Case:
     model: str  # of the fixture
     flags: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
-    shape: tuple[int, int] | None = None  # layers and width of random weights in its place
-    in_steps: bool = False  # measured up to the last step, without the export
+    # Layers and width of random weights in its place; such a run is measured up to its last step
+    shape: tuple[int, int] | None = None
 
 
 CASES = {
@@ -63,7 +63,7 @@ CASES = {
     "sft-saving-two-ranks": Case("sft", "gpt2-small", SMALL | SAVING, ranks=2),
     **{
         f"sft-{width}-wide-{name}-gradients": Case(
-            "sft", "gpt2-small", flags, ranks=2, shape=(layers, width), in_steps=True
+            "sft", "gpt2-small", flags, ranks=2, shape=(layers, width)
         )
         for layers, width in ((8, 512), (12, 768), (24, 1024))  # 51 M, 124 M, 355 M parameters
         for name, flags in (("whole", SEVERAL), ("sharded", SHARDED))
@@ -85,24 +85,19 @@ def arguments_of(case: Case, fixture: Path, output_dir: Path) -> list[str]:
         file.parent.mkdir(parents=True, exist_ok=True)
         shape = {"n_layer": case.shape[0], "n_embd": case.shape[1], "n_head": case.shape[1] // 64}
         file.write_text(json.dumps({"model_type": "gpt2", "architectures": [GPT2], **shape}))
-        arguments += flag("model_name_or_path", file)
-        arguments += flag("tokenizer_name_or_path", fixture / "policy")
-    return arguments + [text for name, value in case.flags.items() for text in flag(name, value)]
-
-
-def flag(name: str, value: Any) -> list[str]:
-    """A flag and its value."""
-    return [f"--{name}", str(value)]
+        arguments += [f"--model_name_or_path={file}"]
+        arguments += [f"--tokenizer_name_or_path={fixture / 'policy'}"]
+    return arguments + [f"--{name}={value}" for name, value in case.flags.items()]
 
 
 def planned(case: Case, arguments: Sequence[str], log: Path) -> dict[str, str]:
     """The row of the plan's table, by column; of what is measured in steps only, their peak."""
-    more = [*flag("ranks", case.ranks), *flag("device", "cpu")]
-    processes.run(["-m", "experiments.plan", *arguments, *more], log, threads=1)
+    command = ["-m", "experiments.plan", *arguments, f"--ranks={case.ranks}", "--device=cpu"]
+    processes.run(command, log, threads=1)
     lines = [line for line in log.read_text().splitlines() if line.startswith("|")]
     tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     plan = dict(zip(tables[0], tables[2], strict=True))
-    if case.in_steps:
+    if case.shape:
         moments = dict(zip(tables[3], tables[5], strict=True))
         plan["when"] = max(("loss", "backward", "gradients"), key=lambda name: float(moments[name]))
         plan["peak"] = moments[plan["when"]]
@@ -112,13 +107,9 @@ def planned(case: Case, arguments: Sequence[str], log: Path) -> dict[str, str]:
 def measured(case: Case, arguments: Sequence[str], output_dir: Path) -> float:
     """Peak memory of the run, of its largest process, in GB."""
     launcher = [*TORCHRUN, str(case.ranks)] if case.ranks > 1 else []
-    resident = processes.run(
-        [*launcher, *arguments],
-        output_dir.with_suffix(".log"),
-        threads=1,
-        more_environment=GIVE_BACK,
-    )
-    if not case.in_steps:
+    log = output_dir.with_suffix(".log")
+    resident = processes.run([*launcher, *arguments], log, threads=1, more_environment=GIVE_BACK)
+    if not case.shape:
         return resident * 2**20 / 1e9
     records = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
     return float(max(record.get("peak_memory_gb", 0.0) for record in records))

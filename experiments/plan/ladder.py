@@ -2,7 +2,7 @@ r"""From one GPU to 64, by arithmetic: which flags, what a rank holds, how long 
 
     python -m experiments.plan.ladder
     python -m experiments.plan.ladder --into docs/memory.md
-    python -m experiments.plan.ladder --models 8B 14B 32B 70B --ranks 8 64 --stages SFT DPO GRPO
+    python -m experiments.plan.ladder --stages reward DPO
 
 Nothing here was measured. Memory is what `experiments.plan` plans for a GPU. A row has the first
 line of `RUNGS` with which the plan is within `SHARE` of `MEMORY`, else the last one tried.
@@ -16,7 +16,6 @@ import functools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,29 +56,16 @@ RUNGS: list[dict[str, Any]] = [  # beside those; each is tried with whole and sh
 ]
 
 
-def gpt2(layers: int, width: int) -> dict[str, Any]:
-    """The shape of a GPT-2."""
-    sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 64, "n_positions": 1024}
-    return {"model_type": "gpt2", "vocab_size": 50257, **sizes}
-
-
-def llama(layers: int, width: int, mlp: int, heads: int, vocabulary: int, **more: Any) -> dict:
-    """The shape of a model with a gated MLP and 8 heads of keys."""
-    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": mlp}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": vocabulary}
-    more = {"model_type": "llama", "tie_word_embeddings": False} | more
-    return {**more, **sizes, "max_position_embeddings": 8192}
-
-
-MODELS = {
-    "124M": gpt2(12, 768),
-    "774M": gpt2(36, 1280),
-    "8B": llama(32, 4096, 14336, 32, 128256),  # Llama 3.1
-    "14B": llama(48, 5120, 13824, 40, 152064, model_type="qwen2"),  # Qwen 2.5
-    "32B": llama(64, 5120, 27648, 40, 152064, model_type="qwen2"),
-    "70B": llama(80, 8192, 28672, 64, 128256),
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
+LLAMA |= {"max_position_embeddings": 8192, "tie_word_embeddings": False}
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+MODELS: dict[str, dict[str, Any]] = {
+    "124M": {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12},
+    "774M": {"model_type": "gpt2", "n_layer": 36, "n_embd": 1280, "n_head": 20},
+    "8B": LLAMA | dict(zip(SIZES, (32, 4096, 14336, 32), strict=True)),
+    "70B": LLAMA | dict(zip(SIZES, (80, 8192, 28672, 64), strict=True)),
 }
-ON_PAGE, RANKS = ["124M", "774M", "8B", "70B"], [1, 8, 64]
+RANKS = [1, 8, 64]
 STAGES_ON_PAGE = ["SFT", "GRPO"]  # the others need about the flags of SFT
 
 
@@ -99,41 +85,41 @@ def rungs(stage: str, model: Path) -> Iterator[tuple[str, Run]]:
             continue
         run = run_of(stage, model, flags.get("lora_r", 0))
         named = " ".join(f"--{name} {str(value).lower()}" for name, value in flags.items())
-        yield named, replace(run, config=replace(run.config, **flags))
+        yield named, run.with_flags(**flags)
 
 
 def fitting(tried: Iterable[tuple[str, Run]], ranks: int) -> tuple[str, Run, Moment]:
     """The first that fits, whole gradients before sharded ones, with its flags and its peak."""
     for flags, of_flags in tried:
         for is_sharded in (False, True):
-            run = replace(of_flags, shards_gradients=is_sharded)
-            most = peak(run, ranks)
+            run = of_flags.with_flags(shard_gradients=is_sharded).on(ranks)
+            most = peak(run)
             if most.total <= SHARE * MEMORY:
                 return flags, run, most
     return f"does not fit with {flags}", run, most
 
 
-def sent_bytes(run: Run, ranks: int) -> float:
+def sent_bytes(run: Run) -> float:
     """Bytes that a rank sends in a step: a ring hands on S (R - 1) / R of S bytes on R ranks.
 
     The policy is gathered in the compute dtype for forward and backward of every micro-batch, a
     frozen model for its forward, the rollout copy once. Gradients are reduced in float32: once, or
     in every micro-batch if they are sharded.
     """
-    number = micro_batch(run, ranks).number
+    number = micro_batch(run).number
     samples_here = isinstance(run.config, GRPOConfig) and not run.config.rollout_server
     passes = 2 * number + samples_here
     frozen = [*([run.reference] if run.reference else []), *run.reward_models]
     gathered = passes * run.policy.numbers() + number * sum(model.numbers() for model in frozen)
-    reductions = number if run.shards_gradients else 1
+    reductions = number if run.config.shard_gradients else 1
     reduced = FLOAT32 * reductions * run.policy.numbers(trained=True)
-    return (run.number_bytes * gathered + reduced) * (ranks - 1) / ranks
+    return (run.number_bytes * gathered + reduced) * (run.ranks - 1) / run.ranks
 
 
 def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
     """A row of the table."""
     flags, run, most = fitting(tried, ranks)
-    if run.shards_gradients:
+    if run.config.shard_gradients:
         flags = f"{flags} --shard_gradients true".strip()
     work = sum(n for name, n in step_flops(run).items() if name != "sampling")
     seconds = [work / ranks / FLOPS / share for share in UTILISATION]
@@ -142,42 +128,37 @@ def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
         f"{ranks}",
         flags or "none",
         plan.gigabytes(most.total),
-        plan.gigabytes(host_bytes(run, ranks)[-1]),
-        plan.gigabytes(sent_bytes(run, ranks)),
+        plan.gigabytes(host_bytes(run)[-1]),
+        plan.gigabytes(sent_bytes(run)),
         " to ".join(f"{s:,.0f}" if s >= 1000 else f"{s:.3g}" for s in seconds),
     ]
 
 
-def table(stage: str, models: Sequence[str], all_ranks: Sequence[int], folder: Path) -> str:
-    """A stage for all models on all numbers of GPUs."""
+def page(stages: Sequence[str]) -> str:
+    """A table of each stage under its heading: all models on all numbers of GPUs."""
     headers = ["model", "GPUs", "flags", "GB of a GPU", "GB on its host", "GB sent a step"]
     headers += ["s a step at 50% to 15% of the FLOP/s"]
-    rows = []
-    for name in models:
-        path = folder / f"{name}.json"
-        path.write_text(json.dumps(MODELS[name]))
-        rows += [cells(name, ranks, rungs(stage, path)) for ranks in all_ranks]
-    return markdown_table(headers, rows)
-
-
-def page(stages: Sequence[str], models: Sequence[str], all_ranks: Sequence[int]) -> str:
-    """The tables of all stages, each under its heading."""
+    parts = []
     with tempfile.TemporaryDirectory() as folder:
-        return "\n\n".join(
-            f"### {stage}\n\n{table(stage, models, all_ranks, Path(folder))}" for stage in stages
-        )
+        for stage in stages:
+            rows = []
+            for name, shape in MODELS.items():
+                path = Path(folder, f"{name}.json")
+                path.write_text(json.dumps(shape))
+                rows += [cells(name, ranks, rungs(stage, path)) for ranks in RANKS]
+            parts += [f"### {stage}", markdown_table(headers, rows)]
+    return "\n\n".join(parts)
 
 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--models", nargs="+", choices=MODELS, default=ON_PAGE)
-    add("--ranks", nargs="+", type=int, default=RANKS)
-    add("--stages", nargs="+", choices=STAGES, default=STAGES_ON_PAGE)
-    add("--into", type=Path, help="a page whose tables these replace, as docs/memory.md")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES_ON_PAGE)
+    parser.add_argument(
+        "--into", type=Path, help="a page whose tables these replace, as docs/memory.md"
+    )
     args = parser.parse_args()
-    tables = page(args.stages, args.models, args.ranks)
+    tables = page(args.stages)
     if args.into:
         before = args.into.read_text().partition("\n### ")[0]
         args.into.write_text(f"{before}\n{tables}\n")

@@ -39,19 +39,19 @@ class Moment:
         return sum(self.parts.values())
 
 
-def moments(run: Run, ranks: int) -> list[Moment]:
+def moments(run: Run) -> list[Moment]:
     """What a rank holds at each moment at which that may be most, from the second step on.
 
     On a CPU a checkpoint is written too, in the background beside the most that a step takes, and
     the model at the end.
     """
-    is_dpo, base = isinstance(run.config, DPOConfig), resident(run, ranks, models_of(run))
-    in_step = update_moments(run, ranks, base)
-    found = in_step + sampling_moments(run, ranks, base)
+    is_dpo, base = isinstance(run.config, DPOConfig), resident(run, models_of(run))
+    in_step = update_moments(run, base)
+    found = in_step + sampling_moments(run, base)
     if run.reference:  # DPO's scores ahead of the policy
-        beside = resident(run, ranks, [run.reference], trains=False) if is_dpo else base
-        found.append(scoring_moment(run, ranks, "reference", run.reference, beside))
-    of_kl = kept_for_kl(run, ranks)
+        beside = resident(run, [run.reference], trains=False) if is_dpo else base
+        found.append(scoring_moment(run, "reference", run.reference, beside))
+    of_kl = kept_for_kl(run)
     for moment in found:
         moment.parts["activations"] = moment.parts.get("activations", 0.0) + of_kl
     if run.on_gpu:
@@ -60,21 +60,21 @@ def moments(run: Run, ranks: int) -> list[Moment]:
         at_once = in_step if is_dpo else found  # DPO's others are ahead of training
         most = max(at_once, key=lambda moment: moment.total).parts
         beside = most if run.config.async_save else base | {"activations": of_kl}
-        found.append(Moment("save", beside | {"checkpoint": saved_bytes(run, ranks)}))
-    return [*found, Moment("export", base | {"copy": export_bytes(run, ranks)})]
+        found.append(Moment("save", beside | {"checkpoint": saved_bytes(run)}))
+    return [*found, Moment("export", base | {"copy": export_bytes(run)})]
 
 
-def peak(run: Run, ranks: int) -> Moment:
+def peak(run: Run) -> Moment:
     """The moment at which a rank holds most."""
-    return max(moments(run, ranks), key=lambda moment: moment.total)
+    return max(moments(run), key=lambda moment: moment.total)
 
 
 # ---- what stays ----------------------------------------------------------------------------------
 
 
-def resident(run: Run, ranks: int, models: Sequence[Footprint], *, trains: bool = True) -> Parts:
+def resident(run: Run, models: Sequence[Footprint], *, trains: bool = True) -> Parts:
     """Shards that stay: parameters of these models, two moments of what is trained."""
-    is_here, shards = not run.is_offloaded, run.num_shards(ranks)
+    is_here, shards = not run.is_offloaded, run.num_shards
     parameters = sum(parameter_bytes(run, model, shards, trains=trains) for model in models)
     parts = {"parameters": parameters * is_here, "process": run.process_bytes}
     if trains:
@@ -87,7 +87,7 @@ def parameter_bytes(run: Run, model: Footprint, shards: int, *, trains: bool = T
     """A shard of a model: of what is frozen as `fsdp.hold_in_bfloat16` leaves it, else float32."""
     trained = model.numbers(shards, trained=True) if trains else 0
     frozen = model.numbers(shards) - trained
-    moves = model is run.reference and getattr(run.config, "ref_update_steps", 0) > 0
+    moves = model is run.reference and run.config.ref_update_steps > 0
     stays_float32 = moves or (trained > 0 and not model.is_bfloat16)
     return float(FLOAT32 * trained + (FLOAT32 if stays_float32 else run.number_bytes) * frozen)
 
@@ -102,14 +102,14 @@ def models_of(run: Run) -> list[Footprint]:
     return [run.policy, *([run.reference] if run.reference else []), *run.reward_models]
 
 
-def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> float:
+def gathered(run: Run, model: Footprint, *, has_backward: bool) -> float:
     """Whole parameters of FSDP units in the compute dtype.
 
     The root's stay from forward to backward. Of the blocks there is the one that computes and the
     one that is being gathered (into a buffer that is then copied out), and those that are gathered
     ahead on request; all, if they are not freed in between.
     """
-    if run.is_plain(ranks):
+    if run.is_plain:
         return 0.0
     sizes = [numbers(block) for block in model.blocks]
     at_once = (2 + run.config.prefetch_blocks) * max(sizes)
@@ -121,70 +121,54 @@ def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> f
 # ---- an update -----------------------------------------------------------------------------------
 
 
-def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
-    """The loss of a micro-batch, the backward of its last block, and the end of its backward.
-
-    DPO's reference, where it was not asked ahead, scores a micro-batch while the policy's graph of
-    it is there.
-    """
-    policy, batch = run.policy, micro_batch(run, ranks)
+def update_moments(run: Run, base: Parts) -> list[Moment]:
+    """The loss of a micro-batch, the backward of its last block, and the end of its backward."""
+    policy, batch = run.policy, micro_batch(run)
     # Whole until the last backward, which saves traffic; or shards all the time.
-    shards = run.num_shards(ranks) if run.shards_gradients else 1
-    are_here = batch.number > 1 and not (run.shards_gradients and run.is_offloaded)
+    is_sharded = run.config.shard_gradients
+    shards = run.num_shards if is_sharded else 1
+    are_here = batch.number > 1 and not (is_sharded and run.is_offloaded)
     added_up = float(FLOAT32 * policy.numbers(shards, trained=True) * are_here)
     head = 0 if policy.has_adapters else FLOAT32 * policy.head_weights
-    whole = {"gathered": gathered(run, policy, ranks, has_backward=True)}
+    whole = {"gathered": gathered(run, policy, has_backward=True)}
     kept, most = activations(run, policy, batch)
-    at_loss = (
-        base
-        | whole
-        | {
-            "activations": kept,
-            "logits": logits_bytes(run, policy, batch, trains=True),
-            "gradients": added_up + head * run.is_shared,
-        }
-    )
-    if isinstance(run.config, DPOConfig):
-        for reference in models_of(run)[1:]:
-            temporary = logits_bytes(run, reference, batch, trains=False)
-            temporary += forward_bytes(run, reference, batch.tokens)
-            at_loss["logits"] = max(at_loss["logits"], temporary)
-            at_loss["gathered"] += gathered(run, reference, ranks, has_backward=False)
+    at_loss = base | whole | {"activations": kept, "gradients": added_up + head * run.is_shared}
+    at_loss["logits"] = logits_bytes(run, policy, batch, trains=True)
     block = max(numbers(block, trained=True) for block in policy.blocks)
     waiting = head * run.number_bytes / FLOAT32  # until the embedding gets its gradient
-    gradients = added_up + waiting + unit_gradients(run, ranks, block)
+    gradients = added_up + waiting + unit_gradients(run, block)
     in_backward = base | whole | {"activations": most, "gradients": gradients}
-    at_end = base | {"gradients": last_gradients(run, ranks, batch.number)}
-    if not run.is_plain(ranks):
+    at_end = base | {"gradients": last_gradients(run, batch.number)}
+    if not run.is_plain:
         at_end["gathered"] = float(run.number_bytes * numbers(policy.root))
     return [Moment("loss", at_loss), Moment("backward", in_backward), Moment("gradients", at_end)]
 
 
-def unit_gradients(run: Run, ranks: int, num_trained: int) -> float:
+def unit_gradients(run: Run, num_trained: int) -> float:
     """A unit's whole gradients in the compute dtype, and what they are reduced from, in float32.
 
     FSDP lets go of one unit's before it makes the next one's.
     """
-    return 0.0 if run.is_plain(ranks) else float(num_trained * (run.number_bytes + FLOAT32))
+    return 0.0 if run.is_plain else float(num_trained * (run.number_bytes + FLOAT32))
 
 
-def last_gradients(run: Run, ranks: int, num_micro_batches: int) -> float:
+def last_gradients(run: Run, num_micro_batches: int) -> float:
     """Gradients when the embedding gets its own: all others are there.
 
     Autograd makes the embedding's gradient whole, and adds it to that of the head if they are tied
     and to the sum of earlier micro-batches if there are any: each is a temporary of its size. Then
     the root's are reduced, to a shard that is added to what the rank holds of earlier ones.
     """
-    policy, is_plain = run.policy, run.is_plain(ranks)
-    is_added = num_micro_batches > 1 and (is_plain or not run.shards_gradients)
+    policy, is_plain = run.policy, run.is_plain
+    is_added = num_micro_batches > 1 and (is_plain or not run.config.shard_gradients)
     temporaries = 0 if policy.has_adapters else is_added + policy.is_tied
     embedding = run.number_bytes * policy.vocabulary * policy.width * temporaries
     if is_plain or is_added:  # before the last micro-batch nothing is reduced
         return float(FLOAT32 * policy.numbers(trained=True) + embedding)
-    shards = run.num_shards(ranks)
+    shards = run.num_shards
     held = 0 if run.is_offloaded else FLOAT32 * policy.numbers(shards, trained=True)
     root = numbers(policy.root, trained=True)
-    reducing = unit_gradients(run, ranks, root)
+    reducing = unit_gradients(run, root)
     if num_micro_batches > 1:
         reducing += FLOAT32 * numbers(policy.root, shards, trained=True)
     return held + max(run.number_bytes * root + embedding, reducing)
@@ -193,37 +177,37 @@ def last_gradients(run: Run, ranks: int, num_micro_batches: int) -> float:
 # ---- scoring and sampling ------------------------------------------------------------------------
 
 
-def scoring_moment(run: Run, ranks: int, name: str, model: Footprint, base: Parts) -> Moment:
+def scoring_moment(run: Run, name: str, model: Footprint, base: Parts) -> Moment:
     """A frozen model scores a micro-batch; nothing is kept for backward."""
-    batch = micro_batch(run, ranks)
+    batch = micro_batch(run)
     parts = {
-        "gathered": gathered(run, model, ranks, has_backward=False),
+        "gathered": gathered(run, model, has_backward=False),
         "activations": forward_bytes(run, model, batch.tokens),
         "logits": logits_bytes(run, model, batch, trains=False),
     }
     return Moment(name, base | parts)
 
 
-def sampling_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
+def sampling_moments(run: Run, base: Parts) -> list[Moment]:
     """Rollouts and their rewards; of DPO before the policy trains; else the printed samples.
 
     What a server that samples takes is not counted.
     """
     config = run.config
     if isinstance(config, DPOConfig) and config.pairs_from == "rollouts":
-        base = resident(run, ranks, [run.policy, *run.reward_models], trains=False)
+        base = resident(run, [run.policy, *run.reward_models], trains=False)
     elif not isinstance(config, GRPOConfig):
         if not (isinstance(config, SamplingConfig) and config.num_sample_prompts):
             return []
-        return [rollout_moment(run, ranks, base, config.num_sample_prompts, 1)]
-    rows, is_here = config.batch_size // ranks, not config.rollout_server
+        return [rollout_moment(run, base, config.num_sample_prompts, 1)]
+    rows, is_here = config.batch_size // run.ranks, not config.rollout_server
     return [
-        *([rollout_moment(run, ranks, base, rows, config.num_candidates)] * is_here),
-        *(scoring_moment(run, ranks, "rewards", model, base) for model in run.reward_models),
+        *([rollout_moment(run, base, rows, config.num_candidates)] * is_here),
+        *(scoring_moment(run, "rewards", model, base) for model in run.reward_models),
     ]
 
 
-def rollout_moment(run: Run, ranks: int, base: Parts, num_prompts: int, num_samples: int) -> Moment:
+def rollout_moment(run: Run, base: Parts, num_prompts: int, num_samples: int) -> Moment:
     """Sampling: the copy, the cache, and a token's logits.
 
     Of the logits there are the model's, their logarithms, and of these a filled-up copy, a
@@ -233,28 +217,28 @@ def rollout_moment(run: Run, ranks: int, base: Parts, num_prompts: int, num_samp
     prompts, samples = decoded_at_once(run.config.max_prompt_length, num_samples, run.config)
     prompts = min(prompts, num_prompts)
     parts = {
-        "copy": copy_bytes(run, ranks),
+        "copy": copy_bytes(run),
         "cache": cache_bytes(run, prompts, samples),
         "logits": 5.0 * FLOAT32 * prompts * samples * run.policy.vocabulary,
     }
     return Moment("rollout", base | parts)
 
 
-def kept_for_kl(run: Run, ranks: int) -> float:
+def kept_for_kl(run: Run) -> float:
     """What an exact KL keeps of the reference until the next step's takes its place.
 
     The last hidden states of the rank's completions, of all updates, and the head, whole and in
     float32, which in one plain process is the reference's own.
     """
-    if not getattr(run.config, "has_exact_kl", False):
+    config, reference = run.config, run.reference or run.policy
+    if not getattr(config, "has_exact_kl", False):
         return 0.0
-    reference = run.reference or run.policy
-    rows = run.config.batch_size // ranks * run.num_completions * run.config.max_completion_length
-    head = 0 if run.is_plain(ranks) else FLOAT32 * reference.head_weights
+    rows = config.batch_size // run.ranks * run.num_completions * config.max_completion_length
+    head = 0 if run.is_plain else FLOAT32 * reference.head_weights
     return float(rows * reference.width * run.number_bytes + head)
 
 
-def copy_bytes(run: Run, ranks: int) -> float:
+def copy_bytes(run: Run) -> float:
     """The plain copy that samples (`rollout_copy.RolloutCopy`), whole on every rank.
 
     In one plain process its weights are the policy's. On a CPU the linear layers are packed
@@ -264,7 +248,7 @@ def copy_bytes(run: Run, ranks: int) -> float:
     policy = run.policy
     is_packed = not run.on_gpu and torch.backends.mkldnn.is_available()
     head = FLOAT32 * policy.head_weights * (is_packed or run.config.bf16)
-    if not run.is_plain(ranks):
+    if not run.is_plain:
         return float(run.number_bytes * policy.numbers() + head)
     linear = policy.num_layers * policy.block_weights
     is_new = is_packed or policy.has_adapters  # which are merged into new weights
@@ -297,7 +281,7 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
 # the checkpoints of `save_steps`; a run that is asked to stop writes one without it, too.
 
 
-def saved_bytes(run: Run, ranks: int) -> float:
+def saved_bytes(run: Run) -> float:
     """The copy of its state that a rank writes from, while training goes on.
 
     The state (`state.trained_state`) is float32 shards of what is trained, of both its moments, and
@@ -305,10 +289,10 @@ def saved_bytes(run: Run, ranks: int) -> float:
     The copy stays for a while after it was written, until Python collects what refers to itself.
     Without `async_save` there is none: a tensor at a time leaves a GPU (`state.ShardWriter`).
     """
-    shards = run.num_shards(ranks)
+    shards = run.num_shards
     trained = run.policy.numbers(shards, trained=True)
     kept = (1 + MOMENTS_OF_ADAM) * trained
-    if getattr(run.config, "ref_update_steps", 0) > 0:
+    if run.config.ref_update_steps > 0:
         kept += run.reference.numbers(shards) if run.reference else trained
     if not run.config.async_save:
         units = (*run.policy.blocks, run.policy.root)
@@ -317,24 +301,24 @@ def saved_bytes(run: Run, ranks: int) -> float:
     return float(FLOAT32 * kept * (run.config.save_steps > 0))
 
 
-def export_bytes(run: Run, ranks: int) -> float:
+def export_bytes(run: Run) -> float:
     """On rank 0 the whole model that is written, and a copy of its bytes by safetensors.
 
     In one plain process on a CPU the first is the model itself.
     """
-    is_there = run.is_plain(ranks) and not run.on_gpu
+    is_there = run.is_plain and not run.on_gpu
     return float(FLOAT32 * run.policy.numbers() * (1 if is_there else 2))
 
 
-def host_bytes(run: Run, ranks: int) -> list[float]:
+def host_bytes(run: Run) -> list[float]:
     """What a GPU's process holds on its host, in the order of `HOST_COLUMNS`.
 
     At once there is what is offloaded (shards of all models, of moments and of gradients), and a
     save or, once that has ended, the export.
     """
-    held, shards = 0.0, run.num_shards(ranks)
+    held, shards = 0.0, run.num_shards
     if run.is_offloaded:
         held = sum(parameter_bytes(run, model, shards) for model in models_of(run))
         held += FLOAT32 * (MOMENTS_OF_ADAM + 1) * run.policy.numbers(shards, trained=True)
-    saved, export = saved_bytes(run, ranks), export_bytes(run, ranks)
+    saved, export = saved_bytes(run), export_bytes(run)
     return [held, saved, export, held + max(saved, export)]

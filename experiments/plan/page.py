@@ -1,8 +1,7 @@
 """The plan of a run as text: sizes, operations, and memory by number of ranks."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import distributed
@@ -38,7 +37,7 @@ def make_run(config: TrainConfig, *, on_gpu: bool) -> Run:
     )
     # Counting has imported all that a run imports, and holds nothing.
     process = 0.0 if on_gpu else resident_bytes()
-    return Run(config, policy, reference, reward_models, on_gpu, process, config.shard_gradients)
+    return Run(config, policy, reference, reward_models, on_gpu, process)
 
 
 def resident_bytes() -> float:
@@ -85,31 +84,28 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
 
 def tables(run: Run, all_ranks: Sequence[int]) -> list[str]:
     """By number of ranks: what is held at the worst moment, at each one, and on a GPU's host."""
-
-    def table(headers: Sequence[str], cells: Callable[[int], Iterable[str]]) -> str:
-        rows = [[f"{ranks}", *cells(ranks)] for ranks in all_ranks]
-        return markdown_table(["ranks", *headers], rows)
-
-    def at_peak(ranks: int) -> list[str]:
-        most, batch = peak(run, ranks), micro_batch(run, ranks)
+    is_sharded = run.config.shard_gradients
+    other = run.with_flags(shard_gradients=not is_sharded)
+    at_worst, at_each, on_host = [], [], []
+    for ranks in all_ranks:
+        here = run.on(ranks)
+        every, most = moments(here), peak(here)
         parts = [gigabytes(most.parts.get(column, 0.0)) for column in COLUMNS]
-        return [f"{batch.number}", *parts, gigabytes(most.total), most.name, other_peak(ranks)]
-
-    def other_peak(ranks: int) -> str:
-        return gigabytes(peak(replace(run, shards_gradients=not run.shards_gradients), ranks).total)
-
-    other = "whole" if run.shards_gradients else "sharded"
-    names = [moment.name for moment in moments(run, all_ranks[0])]
+        peaks = [gigabytes(most.total), most.name, gigabytes(peak(other.on(ranks)).total)]
+        at_worst.append([f"{ranks}", f"{micro_batch(here).number}", *parts, *peaks])
+        at_each.append([f"{ranks}", *(gigabytes(moment.total) for moment in every)])
+        on_host.append([f"{ranks}", *map(gigabytes, host_bytes(here))])
+    last = f"peak, {'whole' if is_sharded else 'sharded'} gradients"
     found = [
-        table(["micro-batches", *COLUMNS, "peak", "when", f"peak, {other} gradients"], at_peak),
+        markdown_table(["ranks", "micro-batches", *COLUMNS, "peak", "when", last], at_worst),
         "GB at each moment:",
-        table(names, lambda ranks: [gigabytes(moment.total) for moment in moments(run, ranks)]),
+        markdown_table(["ranks", *(moment.name for moment in every)], at_each),
     ]
     if run.on_gpu:
         found += [
             "CUDA and NCCL themselves, and gaps between allocations, are not counted",
             "GB of a rank on its host, beside Python and its libraries:",
-            table(HOST_COLUMNS, lambda ranks: map(gigabytes, host_bytes(run, ranks))),
+            markdown_table(["ranks", *HOST_COLUMNS], on_host),
         ]
     return found
 

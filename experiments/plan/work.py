@@ -6,7 +6,8 @@ sizes of GPT-2).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from common.config.stages import TrainConfig
 from common.grpo.config import GRPOConfig
@@ -27,7 +28,15 @@ class Run:
     reward_models: tuple[Footprint, ...]
     on_gpu: bool
     process_bytes: float  # of Python and its libraries, where they share the memory
-    shards_gradients: bool = False  # reduced in every micro-batch
+    ranks: int = 1
+
+    def on(self, ranks: int) -> "Run":
+        """The same run on so many ranks."""
+        return replace(self, ranks=ranks)
+
+    def with_flags(self, **flags: Any) -> "Run":
+        """The same run but for flags that change no model."""
+        return replace(self, config=replace(self.config, **flags))
 
     @property
     def num_completions(self) -> int:
@@ -51,13 +60,15 @@ class Run:
         """Whether shards lie in another memory than what computes."""
         return self.config.cpu_offload and self.on_gpu
 
-    def num_shards(self, ranks: int) -> int:
+    @property
+    def num_shards(self) -> int:
         """Ranks that share a model."""
-        return ranks // self.config.num_replicas
+        return self.ranks // self.config.num_replicas
 
-    def is_plain(self, ranks: int) -> bool:
+    @property
+    def is_plain(self) -> bool:
         """Whether `fsdp.shard` leaves the model as it is."""
-        return ranks == 1 and not self.config.bf16 and not self.config.cpu_offload
+        return self.ranks == 1 and not self.config.bf16 and not self.config.cpu_offload
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ def piece_tokens(run: Run, num_completions: int) -> int:
     return num_completions * (prompt + own)
 
 
-def micro_batch(run: Run, ranks: int) -> MicroBatch:
+def micro_batch(run: Run) -> MicroBatch:
     """The micro-batch that `data.pack_micro_batches` fills up to its limits; rows may be shorter.
 
     GRPO cuts a group where needed (`data.cut_group`), and counts completions in `micro_batch_size`;
@@ -93,7 +104,7 @@ def micro_batch(run: Run, ranks: int) -> MicroBatch:
     (`minibatches.assign_minibatch`): an update's may all be on one rank.
     """
     config = run.config
-    rows, size, num_pieces, weight = config.batch_size // ranks, run.num_completions, 1, 1
+    rows, size, num_pieces, weight = config.batch_size // run.ranks, run.num_completions, 1, 1
     if isinstance(config, GRPOConfig):
         rows = min(rows, -(-config.batch_size // config.num_minibatches))
         while size > 1 and (

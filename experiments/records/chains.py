@@ -3,7 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -15,15 +15,13 @@ from common.evaluation.records import REFERENCE, Results
 from common.record.jsonl import read_jsonl
 from common.record.terminal import NOT_MEASURED
 from common.report import evaluation_report, markdown
-from common.report.figures import draw_accuracy, draw_reward, held_out, reward_functions
+from common.report.figures import draw_accuracy, draw_reward, held_out
 from common.report.plots import save, style, system_colours, titled_figure
-from common.report.tables import accuracy_table
 from experiments.outcomes import over
 from experiments.records import make
 from experiments.sweep.effects import DPI
 
-CHAINS = [name for name, part in make.PARTS.items() if "replicate" in part.command]
-TITLE = re.compile(r"(?:^TITLE: |words:\n\n)(.+)")  # in the prompts of `scitldr`, `one-sentence`
+TITLE = re.compile(r"words:\n\n(.+)")  # in the prompts of `one-sentence`
 COLUMNS = {  # of the means over seeds: heading, scale, digits
     "accuracy": ("accuracy %", 100, 1),
     "gold": ("gold reward", 1, 3),
@@ -34,13 +32,8 @@ COLUMNS = {  # of the means over seeds: heading, scale, digits
     "length": ("length", 1, 1),
     "stop_rate": ("stop %", 100, 1),
 }
-TRAINED = ("RM score as trained", 1, 2)
 DRAWN = ("demo", "scitldr")
-SCORES = (
-    "{}",
-    "{} implicit_reward",
-    "{} logp",
-)  # the score of a system's accuracy: the first found
+SCORES = ("{}", "{} implicit_reward", "{} logp")  # of a system's accuracy: the first found
 
 
 def evaluations(part: str) -> dict[str, Results]:
@@ -54,26 +47,25 @@ def evaluations(part: str) -> dict[str, Results]:
 
 def measured(results: Results) -> dict[str, dict[str, Any]]:
     """The values of reference completions, every system, and baselines that need no model."""
-    systems = sorted(results.systems, key=lambda s: s.get("minutes") is not None)
-    models = reward_models(systems)
-    functions = ["gold", *reward_functions(systems)]
+    models = reward_models(results.systems)
     references = results.reference_completions
     compared = (results.comparison or {}).get("systems", [])
     lines = {}
     for system in [
         *([{**references, "name": REFERENCE}] if references else []),
-        *systems,  # first those without a run: the model that the chain starts from
+        # First those without a run: the model that the chain starts from
+        *sorted(results.systems, key=lambda system: system.get("minutes") is not None),
         *(own for own in compared if own["name"] in ("longer wins", "ROUGE-L wins")),
     ]:
         rewards = system.get("rewards") or {}
         wins = [
             rate["length_controlled"]
-            for rate in results.win_rates or []
+            for rate in results.win_rates
             if (rate["a"], rate["b"]) == (system["name"], REFERENCE) and rate["judge"] in models
         ]
         lines[system["name"]] = {
             **{key: system.get(key) for key in COLUMNS},
-            **{name: rewards.get(name) for name in functions},
+            "gold": rewards.get("gold"),
             "model": next((rewards[name] for name in models if name in rewards), None),
             "wins": next(iter(wins), None),
         }
@@ -84,45 +76,49 @@ def means(part: str) -> str:
     """A line per system: means over seeds."""
     seeds = [measured(results) for results in evaluations(part).values()]
     names = list(seeds[0])
-    keys = [*COLUMNS, *(key for values in seeds[0].values() for key in values)]
     heads, rows = [], [[name] for name in names]
-    for key in dict.fromkeys(keys):
-        found = [[number(values[name].get(key)) for values in seeds] for name in names]
-        if any(value is not None for values in found for value in values):
-            head, scale, digits = COLUMNS.get(key, (f"reward {key}", 1, 3))
-            heads.append(head)
-            for row, values in zip(rows, found, strict=True):
-                known = [scale * value for value in values if value is not None]
-                is_known, is_share = len(known) == len(seeds), scale == 100
-                row.append(over(known, digits, is_share=is_share) if is_known else NOT_MEASURED)
+    for key, (head, scale, digits) in COLUMNS.items():
+        found = [[lines[name][key] for lines in seeds] for name in names]
+        if all(value is None for values in found for value in values):
+            continue
+        heads.append(head)
+        for row, values in zip(rows, found, strict=True):
+            known = [scale * number(value) for value in values if value is not None]
+            is_known, is_share = len(known) == len(seeds), scale == 100
+            row.append(over(known, digits, is_share=is_share) if is_known else NOT_MEASURED)
     return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
 
 
-def beside(part: str, base: str, names: Sequence[str]) -> str:
-    """Differences of systems to another one of the same seed: means over seeds."""
-    shown = ("model", "trained", "rouge_l", "length")
-    keys = {key: {**COLUMNS, "trained": TRAINED}[key] for key in shown}
-    seeds, rates = [], []
-    for seed, results in evaluations(part).items():
-        lines = measured(results)
+def differences(part: str) -> str:
+    """Differences of DPO and GRPO to SFT of the same seed: means over seeds."""
+    columns = {"model": COLUMNS["model"], "trained": ("RM score as trained", 1, 2)}
+    columns |= {key: COLUMNS[key] for key in ("rouge_l", "length")}
+    found = evaluations(part)
+    seeds = [measured(results) for results in found.values()]
+    for lines, seed in zip(seeds, found, strict=True):
         for name, reward in as_trained(part, seed).items():
             lines[name]["trained"] = reward
-        seeds.append(lines)
-        models = reward_models(results.systems)
-        rates.append([rate for rate in results.win_rates if rate["judge"] in models])
     rows = []
-    for name in names:
+    for name in ("dpo", "grpo"):
         cells = []
-        for key, (_, scale, digits) in keys.items():
-            found = [[number(lines[of].get(key)) for of in (name, base)] for lines in seeds]
-            known = [scale * (a - b) for a, b in found if a is not None and b is not None]
-            cells.append(over(known, digits) if len(known) == len(seeds) else NOT_MEASURED)
-        wins = (next(r for r in own if (r["a"], r["b"]) == (name, base)) for own in rates)
-        shares = [100 * rate["length_controlled"]["win_rate"] for rate in wins]
-        cells.append(over(shares, 1, is_share=True))
-        rows.append([name, *cells])
-    heads = [f"compared with {base}", *(head for head, _, _ in keys.values())]
+        for key, (_, scale, digits) in columns.items():
+            pairs = [(number(lines[name][key]), number(lines["sft"][key])) for lines in seeds]
+            cells.append(over([scale * (own - sft) for own, sft in pairs], digits))
+        shares = [100 * win_rate(results, name, "sft") for results in found.values()]
+        rows.append([name, *cells, over(shares, 1, is_share=True)])
+    heads = ["compared with sft", *(head for head, _, _ in columns.values())]
     return markdown.table([*heads, "RM prefers it at equal length %"], rows)
+
+
+def win_rate(results: Results, name: str, other: str) -> float:
+    """How often the reward model prefers a system to another one, at equal length."""
+    models = reward_models(results.systems)
+    (rate,) = (
+        rate["length_controlled"]["win_rate"]
+        for rate in results.win_rates
+        if (rate["a"], rate["b"]) == (name, other) and rate["judge"] in models
+    )
+    return float(rate)
 
 
 def reward_models(systems: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -143,32 +139,27 @@ def as_trained(part: str, seed: str) -> dict[str, float]:
     return {name: mean(found) for name, found in rewards.items()}
 
 
-def number(value: Any) -> float | None:
+def number(value: Any) -> float:
     """A number, or the value of a mapping that has its interval too."""
     if isinstance(value, dict):
         value = next(value[key] for key in ("mean", "accuracy", "win_rate") if key in value)
-    return None if value is None else float(value)
+    return float(value)
 
 
-def of_seed_0(part: str, what: Callable[[Any], Any]) -> str:
-    """A table of an evaluation's report."""
-    return str(what(evaluations(part)["0"]))
+def systems() -> str:
+    """The table of systems in the report of the demo's first seed."""
+    return str(evaluation_report.systems_table(evaluations("demo")["0"]))
 
 
-def samples(part: str, number: int) -> str:
-    """Summaries of the first abstracts by every system."""
-    lines = list(read_jsonl(make.RECORDS / part / "samples.jsonl"))[:number]
-    titles = [TITLE.findall(line["prompt"])[0] for line in lines]
-    rows = [["author", *(line["reference"]["completion"] for line in lines)]]
-    rows += [
-        [name, *(text_of(line["systems"][name]) for line in lines)] for name in lines[0]["systems"]
-    ]
-    return markdown.table(["summary by", *titles], rows)
-
-
-def text_of(completion: Mapping[str, Any]) -> str:
-    """A completion, with a mark where it was cut."""
-    return f"{completion['completion']}{'' if completion['stopped'] else ' [...]'}"
+def sample(part: str) -> str:
+    """Summaries of the first abstract by every system."""
+    line = read_jsonl(make.RECORDS / part / "samples.jsonl")[0]
+    title = TITLE.findall(line["prompt"])[0]
+    rows = [["author", line["reference"]["completion"]]]
+    for name, completion in line["systems"].items():
+        is_cut = not completion["stopped"]
+        rows.append([name, completion["completion"] + (" [...]" if is_cut else "")])
+    return markdown.table(["summary by", title], rows)
 
 
 def draw(part: str) -> Path:
@@ -189,15 +180,11 @@ def draw(part: str) -> Path:
         return save(figure, make.ROOT / "assets" / f"{part}.png", DPI)
 
 
-OF_SEED_0: dict[str, Callable[[Any], Any]] = {
-    "systems": evaluation_report.systems_table,
-    "accuracy": lambda results: accuracy_table(results.comparison),
-}
 TABLES: dict[str, Callable[[], str]] = {
-    "scitldr.differences": partial(beside, "scitldr", "sft", ["dpo", "grpo"]),
+    "demo.systems": systems,
+    "demo.mean": partial(means, "demo"),
+    "scitldr.mean": partial(means, "scitldr"),
+    "scitldr.differences": partial(differences, "scitldr"),
     "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
+    "one-sentence.samples": partial(sample, "one-sentence"),
 }
-for part in CHAINS:
-    TABLES[f"{part}.mean"] = partial(means, part)
-    TABLES |= {f"{part}.{name}": partial(of_seed_0, part, f) for name, f in OF_SEED_0.items()}
-    TABLES[f"{part}.samples"] = partial(samples, part, 1)

@@ -10,13 +10,13 @@ Steps are timed as in `metrics.jsonl`; run with `--logging_steps 1`.
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from common.errors import UserError
 from common.record.run_folder import ENVIRONMENT, read_config, read_metrics
+from common.record.terminal import run_command
 
 FOLDER = Path("assets/results/gpu")
 TIMES = ("step_seconds", "sample_seconds", "score_seconds", "reference_seconds", "update_seconds")
@@ -61,11 +61,7 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=2, help="first steps that are left out")
     parser.add_argument("--into", type=Path, help=f"a folder, as {FOLDER}")
     args = parser.parse_args()
-    try:
-        record = measured(args.run, args.skip)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    record = measured(args.run, args.skip)
     text = json.dumps(record, indent=1) + "\n"
     if not args.into:
         print(text, end="")
@@ -76,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -28,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.layout import describe
-from common.record.jsonl import read_jsonl
+from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.run_folder import accelerator, cpu_model, versions
+from experiments.stages import exit_with_status
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "assets" / "results"
@@ -114,11 +114,7 @@ PARTS = {
     ),
     **{
         f"film-{name}": Part(
-            f"{FILM} {flags}",
-            FRONTIER,
-            needs=(SMOLLM2, "data/film"),
-            threads=2,
-            takes_gpu=True,
+            f"{FILM} {flags}", FRONTIER, needs=(SMOLLM2, "data/film"), threads=2, takes_gpu=True
         )
         for name, flags in {
             "0": "--seeds 0",
@@ -137,10 +133,7 @@ PARTS = {
         "experiments.bench --model gpt2-small --rounds 1 --resume", BENCH, "output/bench/gpt2-small"
     ),
     "bench-quality": Part(
-        "experiments.bench.quality",
-        BENCH,
-        "output/bench/quality",
-        python=".venv-bench/bin/python",
+        "experiments.bench.quality", BENCH, "output/bench/quality", python=".venv-bench/bin/python"
     ),
     "conformance": Part(
         "experiments.conformance", ("printed.md",), python=".venv-conformance/bin/python"
@@ -172,8 +165,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = parser.parse_args(argv).parts
     if unknown := set(parts) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    for asked in (signal.SIGTERM, signal.SIGHUP):  # a part's processes must end too
-        signal.signal(asked, lambda number, _: sys.exit(128 + number))
     commit = code_commit()
     tree = worktree(commit)
     made = [make(name, commit, tree) for name in parts or PARTS]
@@ -183,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make(name: str, commit: str, tree: Path) -> bool:
     """Make a part unless it has a record of this commit or lacks an input; False if it failed."""
     part, record = PARTS[name], read_record(name)
-    out, command = tree / "output" / name, command_of(name)
+    out, command = tree / "output" / name, part.command.format(out=f"output/{name}")
     if record.get("commands") == [command] and record["git_commit"] == commit:
         print(f"{name}: recorded", flush=True)
         return True
@@ -227,11 +218,7 @@ def run(command: Sequence[str], tree: Path, out: Path, part: Part) -> int:
     started = time.perf_counter()
     with (out / "printed.md").open("w") as printed, (out / "errors").open("w") as errors:
         process = subprocess.Popen(
-            command,
-            cwd=tree,
-            env=os.environ | environment,
-            stdout=printed,
-            stderr=errors,
+            command, cwd=tree, env=os.environ | environment, stdout=printed, stderr=errors
         )
         try:
             process.wait()
@@ -274,7 +261,8 @@ def keep(name: str, tree: Path, out: Path, record: dict[str, Any]) -> None:
 def keep_completions(folder: Path, new: Path) -> None:
     """Keep some texts of the first seed, and of all completions their rewards and stops."""
     files = sorted(folder.glob("seed_*/evaluation/completions.jsonl"))
-    write_jsonl(new / "samples.jsonl", read_jsonl(files[0])[:NUM_SAMPLES])
+    texts = read_jsonl(files[0])[:NUM_SAMPLES]
+    write_atomically(new / "samples.jsonl", map(json_line, texts))
     for file in files:
         found = [
             {
@@ -286,17 +274,8 @@ def keep_completions(folder: Path, new: Path) -> None:
             }
             for line in read_jsonl(file)
         ]
-        write_jsonl(new / file.relative_to(folder).with_name(REWARDS), found)
-
-
-def write_jsonl(file: Path, lines: Sequence[Any]) -> None:
-    """Write a JSON object to a line."""
-    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-def command_of(name: str) -> str:
-    """A part's command with its folder."""
-    return PARTS[name].command.format(out=f"output/{name}")
+        rewards = new / file.relative_to(folder).with_name(REWARDS)
+        write_atomically(rewards, map(json_line, found))
 
 
 def read_record(name: str) -> dict[str, Any]:
@@ -353,4 +332,4 @@ def git(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with_status(lambda: sys.exit(main()))  # a part's processes end with this one

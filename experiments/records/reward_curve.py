@@ -6,7 +6,7 @@ a KL of at most log n - (n - 1) / n, the point that is drawn: where several samp
 them is taken at random, and the KL is smaller.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,16 @@ class Point:
     """A policy: values by seed."""
 
     name: str
-    rewards: tuple[float, ...]  # share of completions that pass
-    kls: tuple[float, ...] = ()  # nats per completion; of the best of n the bound
-    n: int = 0  # of the best of n
+    rewards: Sequence[float]  # share of completions that pass
+    kls: Sequence[float] = ()  # nats per completion
+    is_bound: bool = False  # whether these are upper bounds
 
     def row(self) -> list[str]:
         """Its line of the table: means over seeds with Student's 95% interval."""
         kl = over(self.kls) if self.kls else NOT_MEASURED
-        return [
-            self.name,
-            f"at most {self.kls[0]:.2f}" if self.n > 1 else kl,
-            over((100 * reward for reward in self.rewards), 1),
-            str(len(self.rewards)),
-        ]
+        rewards = over((100 * reward for reward in self.rewards), 1)
+        kl = f"at most {self.kls[0]:.2f}" if self.is_bound else kl
+        return [self.name, kl, rewards, str(len(self.rewards))]
 
 
 @dataclass(frozen=True)
@@ -61,27 +58,24 @@ def read() -> Record:
     logs = [read_metrics(make.RECORDS / PART / f"seed_{seed}" / "grpo") for seed in found]
     run = {}
     for at in zip(*([line for line in log if "eval_reward" in line] for log in logs), strict=True):
-        rewards, kls = (tuple(line[name] for line in at) for name in ("eval_reward", "eval_kl"))
+        rewards, kls = ([line[name] for line in at] for name in ("eval_reward", "eval_kl"))
         run[at[0]["step"]] = Point(f"GRPO, step {at[0]['step']}", rewards, kls)
     systems = [own for results in found.values() for own in results.systems]
-    rates: dict[str, dict[str, list[float]]] = {"grpo": {}, "chat": {}}  # values by seed
-    for system in systems:
-        of_model = rates["grpo" if system["name"] == "grpo" else "chat"]
-        for name, rate in system["pass_rates"][CHECK].items():
-            of_model.setdefault(name, []).append(rate["mean"])
+    grpo = [own["pass_rates"][CHECK] for own in systems if own["name"] == "grpo"]
+    chat = [own["pass_rates"][CHECK] for own in systems if own["name"] != "grpo"]
     best = {}
-    for name, passes in rates["chat"].items():
+    for name in chat[0]:
         n = int(name.removeprefix("pass@"))
         policy = f"best of {n}" if n > 1 else "the chat model"
-        best[n] = Point(policy, tuple(passes), (best_of_n_kl(n),) * len(passes), n)
+        passes = [rates[name]["mean"] for rates in chat]
+        best[n] = Point(policy, passes, [best_of_n_kl(n)] * len(passes), is_bound=n > 1)
     references = [results.reference_completions or {} for results in found.values()]
-    passed = (completions["rewards"][CHECK] for completions in references)
-    trained = f"GRPO, trained, {max(best)} samples"
+    passes = [rates["pass@1"]["mean"] for rates in grpo]
     return Record(
         run,
-        Point(trained, tuple(rates["grpo"]["pass@1"]), run[max(run)].kls),
+        Point(f"GRPO, trained, {max(best)} samples", passes, run[max(run)].kls),
         best,
-        Point("the author", tuple(rate["mean"] for rate in passed)),
+        Point("the author", [own["rewards"][CHECK]["mean"] for own in references]),
     )
 
 
@@ -90,13 +84,8 @@ def shown() -> str:
     picture = f"![Held-out reward over steps and over KL](../assets/{PART}.png)"
     found = read()
     policies = [*list(found.run.values())[::2], found.trained, *found.best.values(), found.author]
-    return f"{picture}\n\n{table(policies)}"
-
-
-def table(policies: list[Point]) -> str:
-    """A line per policy."""
     heads = ["policy", "KL at temperature 0.7 [95%]", "passes, % [95%]", "seeds"]
-    return markdown.table(heads, [policy.row() for policy in policies])
+    return f"{picture}\n\n{markdown.table(heads, [policy.row() for policy in policies])}"
 
 
 def differences() -> str:
@@ -135,9 +124,9 @@ def draw() -> Path:
         over_kl.plot(trained.kls, trained.rewards, "D", color="black", label="trained")
         look = {"color": COLOURS[1], "fmt": "s--", "label": "best of n, mean"}
         draw_means(over_kl, [own.kls[0] for own in best], best, look)
-        for own in best:
+        for n, own in found.best.items():
             where = {"xytext": (5, -3), "textcoords": "offset points", "fontsize": 8}
-            over_kl.annotate(str(own.n), (own.kls[0], over_seeds(own.rewards).mean), **where)
+            over_kl.annotate(str(n), (own.kls[0], over_seeds(own.rewards).mean), **where)
         label = "KL to the chat model, nats per completion (best of n: at most)"
         over_kl.set(title="Over the distance", xlabel=label, ylabel="share that passes")
         over_steps.legend(loc="upper left")

@@ -17,14 +17,7 @@ from experiments.exercises import questions
 from experiments.overoptimization.page import fallen
 from experiments.overoptimization.plots import draw_curves
 from experiments.records import ablations, chains, film, papers, reward_curve, speed
-from experiments.records.make import (
-    PARTS,
-    ROOT,
-    cells,
-    printed,
-    read,
-    read_record,
-)
+from experiments.records.make import PARTS, ROOT, cells, printed, read, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]

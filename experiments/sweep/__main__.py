@@ -13,7 +13,7 @@ Writes `sweep.json`, `plots/forest.png`, `report.html` and `report.md` to the sw
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +94,18 @@ def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
     runs = [("", Variant(stage, AS_IS, stage)) for stage in others]
     runs += [(variant.slug, variant) for variant in in_order]
     found: dict[str, dict[str, list[Effect]]] = {}
-    for (base_slug, stage, outcome), base in outcomes.items():
-        for slug, variant in runs if not base_slug and first in ("", stage) else []:
-            judged = variant.stage
-            has_all = {*sweep.base[stage].outcomes} <= {*sweep.base[judged].outcomes}
-            if judged == stage or (first and has_all):
-                effect = Effect(variant, outcome, outcomes[slug, judged, outcome], base)
-                found.setdefault(stage, {}).setdefault(outcome, []).append(effect)
-    for panels in found.values():
-        primary, of_primary = next(iter(panels.items()))
-        panels[primary] = [replace(effect, family=len(of_primary)) for effect in of_primary]
+    for stage in [first] if first else sweep.base:
+        names = sweep.base[stage].outcomes
+        if first:
+            lines = [run for run in runs if {*names} <= {*sweep.base[run[1].stage].outcomes}]
+        else:
+            lines = [run for run in runs if run[1].stage == stage]
+        for name in names if lines else []:
+            base, family = outcomes["", stage, name], len(lines) if name == names[0] else 0
+            found.setdefault(stage, {})[name] = [
+                Effect(variant, name, outcomes[slug, variant.stage, name], base, family)
+                for slug, variant in lines
+            ]
     return found
 
 
@@ -146,10 +148,7 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
     if sweep.compared_with:
         blocks += [Section("each run", [levels(*panel)]) for panel in panels.items()]
     blocks += [Section(stage, [table(by_outcome)]) for stage, by_outcome in panels.items()]
-    facts = {
-        "seeds": ", ".join(map(str, sweep.seeds)),
-        "training": f"{minutes:.0f} minutes in all",
-    }
+    facts = {"seeds": ", ".join(map(str, sweep.seeds)), "training": f"{minutes:.0f} minutes in all"}
     write_results(output_dir / "sweep.json", record, sweep.title, blocks, facts, run_dirs)
 
 

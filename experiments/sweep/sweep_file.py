@@ -93,21 +93,16 @@ class Sweep:
     def training(self, seed: int) -> Iterator[tuple[Stage, int]]:
         """Every training run of a seed and its number of processes, the base chain first."""
         folders = self.folders(seed)
-        flags = {
-            name: {"seed": seed, **filled_in(base.flags, folders)}
-            for name, base in self.base.items()
-        }
         for name, base in self.base.items():
-            yield Stage(base.script, folders[name], Path(base.config), flags[name]), 1
+            flags = {"seed": seed, **filled_in(base.flags, folders)}
+            yield Stage(base.script, folders[name], Path(base.config), flags), 1
         for variant in self.variants:
             base = self.base[variant.stage]
-            changed = flags[variant.stage] | filled_in(variant.flags, folders)
+            flags = {"seed": seed, **filled_in({**base.flags, **variant.flags}, folders)}
             patch = Path(variant.patch) if variant.patch else None
             output_dir = self.folder(seed, variant)
-            yield (
-                Stage(base.script, output_dir, Path(base.config), changed, patch),
-                variant.num_processes,
-            )
+            stage = Stage(base.script, output_dir, Path(base.config), flags, patch)
+            yield stage, variant.num_processes
 
     def evaluations(self, seed: int) -> Iterator[Stage]:
         """The two runs of evaluate.py that judge a seed: of policies, and of reward models."""

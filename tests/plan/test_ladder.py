@@ -1,6 +1,5 @@
 """The tables of docs/memory.md are what the planner says."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "memory.md"
 def test_the_page_is_what_the_planner_says():
     """After a change of the planner: `python -m experiments.plan.ladder --into docs/memory.md`."""
     page = PAGE.read_text()
-    tables = ladder.page(ladder.STAGES_ON_PAGE, ladder.ON_PAGE, ladder.RANKS)
+    tables = ladder.page(ladder.STAGES_ON_PAGE)
     assert page.endswith(f"\n{tables}\n")
     assert all(f"--{name}" in page for name in ladder.COMMON)
 
@@ -28,6 +27,6 @@ def test_bytes_sent_are_worked_out_by_hand():
     with mock.patch.object(ladder, "micro_batch", return_value=SimpleNamespace(number=3)):
         # Of each 20 bytes of bfloat16 half is missing on each of two ranks: the policy's 7 times,
         # the reference's 3 times; and half of 40 bytes of float32 gradients, once or 3 times.
-        assert ladder.sent_bytes(run, 2) == 7 * 10 + 3 * 10 + 20
-        assert ladder.sent_bytes(replace(run, shards_gradients=True), 2) == 100 + 3 * 20
-        assert ladder.sent_bytes(run, 1) == 0
+        assert ladder.sent_bytes(run.on(2)) == 7 * 10 + 3 * 10 + 20
+        assert ladder.sent_bytes(run.on(2).with_flags(shard_gradients=True)) == 100 + 3 * 20
+        assert ladder.sent_bytes(run) == 0

@@ -71,7 +71,7 @@ def run_of(
 
 def parts(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
     """The bytes by column at a moment."""
-    (found,) = (m for m in memory.moments(run, num_ranks) if m.name == name)
+    (found,) = (m for m in memory.moments(run.on(num_ranks)) if m.name == name)
     return found.parts
 
 
@@ -123,7 +123,7 @@ def test_under_bfloat16_what_is_frozen_takes_two_bytes(shapes: Path):
     moving = run_of(shapes, **grpo, ref_update_steps=2)
     assert parts(moving, 1, "loss")["parameters"] == (4 + 4) * NUMBERS
     offloaded = {"cpu_offload": True, "on_gpu": True}
-    on_host = memory.host_bytes(run_of(shapes, **grpo, **offloaded), 1)
+    on_host = memory.host_bytes(run_of(shapes, **grpo, **offloaded))
     assert on_host[0] == (4 + 2 + 3 * 4) * NUMBERS
     pairs = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"], "bf16": True}
     assert parts(run_of(shapes, **pairs), 1, "rollout")["parameters"] == 2 * NUMBERS
@@ -173,9 +173,9 @@ def test_gathered_units_are_in_the_compute_dtype(shapes: Path, bf16: bool, size:
 
 def test_gradients_of_several_micro_batches_are_whole(shapes: Path):
     one = run_of(shapes, batch_size=2, micro_batch_tokens=100)
-    assert workload.micro_batch(one, 2).number == 1
+    assert workload.micro_batch(one.on(2)).number == 1
     several = run_of(shapes, batch_size=8, micro_batch_tokens=100)
-    assert workload.micro_batch(several, 2).number == 2
+    assert workload.micro_batch(several.on(2)).number == 2
     head = 4 * VOCABULARY * WIDTH
     assert parts(one, 2, "loss")["gradients"] == head
     assert parts(several, 2, "loss")["gradients"] == 4 * NUMBERS + head
@@ -257,7 +257,7 @@ def test_activations_are_those_that_a_real_graph_keeps(
 ):
     config = SFTConfig if num_completions == 1 else DPOConfig
     run = run_of(shapes, family, config=config, layout=layout, batch_size=4)
-    batch = workload.micro_batch(run, 1)
+    batch = workload.micro_batch(run)
     of_row = 40 + num_completions * 10
     assert batch.tokens == (4 * of_row if layout == "shared_prefix" else 8 * 50)
     planned, _ = activations.activations(run, run.policy, batch)
@@ -276,13 +276,13 @@ def test_checkpointing_keeps_one_block_of_two(shapes: Path):
 
 
 def test_a_micro_batch_is_bounded_by_tokens_and_rows(shapes: Path):
-    by_tokens = workload.micro_batch(run_of(shapes, batch_size=64, micro_batch_tokens=500), 1)
+    by_tokens = workload.micro_batch(run_of(shapes, batch_size=64, micro_batch_tokens=500))
     assert (by_tokens.number, by_tokens.tokens) == (7, 500)  # ten rows of 50
     by_rows = run_of(shapes, batch_size=64, micro_batch_tokens=500, micro_batch_size=4)
-    assert workload.micro_batch(by_rows, 1) == workload.MicroBatch(16, 200, 4, 4)
+    assert workload.micro_batch(by_rows) == workload.MicroBatch(16, 200, 4, 4)
     group = {"config": GRPOConfig, "reward_funcs": ["gold"], "num_generations": 8}
     cut = run_of(shapes, **group, batch_size=1, micro_batch_tokens=100)  # 40 + 4 x 10 fit
-    assert workload.micro_batch(cut, 1) == workload.MicroBatch(2, 100, 1.25, 5.0)
+    assert workload.micro_batch(cut) == workload.MicroBatch(2, 100, 1.25, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_an_update_may_have_all_its_prompts_on_one_rank(
     flags = {"num_generations": 2, "num_minibatches": num_minibatches, "batch_size": 64}
     run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], **flags)
     # A group of 40 + 2 x 10 tokens.
-    assert workload.micro_batch(run, num_ranks).tokens == prompts * 60
+    assert workload.micro_batch(run.on(num_ranks)).tokens == prompts * 60
 
 
 def test_an_exact_kl_keeps_states_of_all_updates_and_the_head(shapes: Path):
@@ -353,10 +353,10 @@ def test_every_rank_samples_from_a_whole_copy(shapes: Path):
     flags |= {"batch_size": 64, "on_gpu": True}
     run = run_of(shapes, **flags)
     whole = 2 * NUMBERS + 4 * VOCABULARY * WIDTH  # and the head in float32
-    assert memory.copy_bytes(run, 8) == memory.copy_bytes(run, 64) == whole
-    assert memory.copy_bytes(run_of(shapes, **flags | {"bf16": False}), 1) == 0  # its own weights
+    assert memory.copy_bytes(run.on(8)) == memory.copy_bytes(run.on(64)) == whole
+    assert memory.copy_bytes(run_of(shapes, **flags | {"bf16": False})) == 0  # its own weights
     elsewhere = run_of(shapes, **flags, rollout_server="http://HOST:8000")
-    assert "rollout" not in {moment.name for moment in memory.moments(elsewhere, 8)}
+    assert "rollout" not in {moment.name for moment in memory.moments(elsewhere.on(8))}
 
 
 def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
@@ -365,7 +365,7 @@ def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
     sampling = parts(run, 1, "rollout")
     assert "optimiser" not in sampling
     assert sampling["parameters"] == 4 * NUMBERS
-    names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig), 1)]
+    names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig))]
     assert "rollout" not in names
 
 
@@ -375,8 +375,8 @@ def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
 def test_a_save_holds_a_copy_of_the_state_beside_the_step(shapes: Path):
     state = 12 * NUMBERS  # parameters and two moments
     without = replace(run_of(shapes), process_bytes=0)
-    assert "save" not in {m.name for m in memory.moments(without, 1)}
-    beside = max(m.total for m in memory.moments(without, 1) if m.name != "export")
+    assert "save" not in {m.name for m in memory.moments(without)}
+    beside = max(m.total for m in memory.moments(without) if m.name != "export")
     saving = parts(replace(run_of(shapes, save_steps=5), process_bytes=0), 1, "save")
     assert saving["checkpoint"] == state
     assert sum(saving.values()) == beside + state
@@ -390,17 +390,17 @@ def test_adapters_are_saved_alone_and_an_updated_reference_too(shapes: Path):
     flags = {"save_steps": 5, "batch_size": 2}
     adapters = run_of(shapes, **flags, lora_r=4)
     trained = adapters.policy.numbers(trained=True)
-    assert memory.saved_bytes(adapters, 1) == 12 * trained
+    assert memory.saved_bytes(adapters) == 12 * trained
     grpo = {"config": GRPOConfig, "reward_funcs": ["gold"], "ref_update_steps": 2}
-    assert memory.saved_bytes(run_of(shapes, **flags, **grpo), 1) == 16 * NUMBERS
+    assert memory.saved_bytes(run_of(shapes, **flags, **grpo)) == 16 * NUMBERS
     inside = run_of(shapes, **flags, **grpo, lora_r=4)
-    assert memory.saved_bytes(inside, 1) == 16 * inside.policy.numbers(trained=True)
+    assert memory.saved_bytes(inside) == 16 * inside.policy.numbers(trained=True)
 
 
 def test_dpo_saves_when_what_scored_ahead_is_gone(shapes: Path):
     flags = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"]}
     flags |= {"generation_batch_size": 4096, "batch_size": 64, "micro_batch_tokens": 64}
-    found = {m.name: m for m in memory.moments(run_of(shapes, **flags, save_steps=1), 1)}
+    found = {m.name: m for m in memory.moments(run_of(shapes, **flags, save_steps=1))}
     assert found["rollout"].total > found["loss"].total  # so that the claim says something
     assert "cache" not in found["save"].parts
     assert found["save"].parts["optimiser"] == 8 * NUMBERS
@@ -412,7 +412,7 @@ def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
 
     def host(**more: Any) -> list[float]:
         run = run_of(shapes, **(flags | more))
-        return memory.host_bytes(run, 2)
+        return memory.host_bytes(run.on(2))
 
     export = 8 * NUMBERS
     assert host() == [0, 12 * shard, export, max(12 * shard, export)]
@@ -505,7 +505,7 @@ def test_a_reward_model_has_a_head_for_one_number(shapes: Path):
     assert run.policy.vocabulary == VOCABULARY
     assert run.policy.head_weights == 0
     assert parts(run, 1, "loss")["logits"] == 0
-    assert {m.name for m in memory.moments(run, 1)} == {"loss", "backward", "gradients", "export"}
+    assert {m.name for m in memory.moments(run)} == {"loss", "backward", "gradients", "export"}
     # Of several micro-batches, the embedding's gradient before it is added to the sum.
     several = run_of(shapes, config=RewardConfig, **PAIRS, micro_batch_tokens=60)
     more = parts(several, 1, "gradients")["gradients"] - parts(run, 1, "gradients")["gradients"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.record.jsonl import read_jsonl
+from common.record.jsonl import json_line, read_jsonl, write_atomically
 from experiments.records import make, tables
 
 ADDER = (
@@ -160,7 +160,7 @@ def test_of_completions_some_texts_and_every_reward_are_kept(tmp_path: Path):
             folder.mkdir(parents=True)
         further = {"sft": [own | {"stopped": True}]}
         lines = [{"id": n, "systems": {"sft": own}, "further": further} for n in range(4)]
-        make.write_jsonl(file, lines)
+        write_atomically(file, map(json_line, lines))
     make.keep_completions(tmp_path / "out", tmp_path / "new")
     texts = read_jsonl(tmp_path / "new" / "samples.jsonl")
     assert [line["id"] for line in texts] == [0, 1, 2]

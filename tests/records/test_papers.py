@@ -1,6 +1,7 @@
 """Claim: the table beside the papers says of each claim what its rule says of the records."""
 
 import math
+from functools import partial
 
 import pytest
 
@@ -34,16 +35,16 @@ SWEEP = {
     ],
 )
 def test_a_verdict_follows_from_the_interval_and_the_claimed_sign(choice, sign, cell, verdict):
-    found = line("grpo", "gold_reward", ("d", choice))
+    found = partial(line, "grpo", "gold_reward", ("d", choice))
     claim = Claim("P", "it helps", "here", "points", sign, "", found)
     assert claim.row(SWEEP) == ["it helps (P)", "here", cell, verdict]
 
 
 def test_one_line_may_stand_beside_another():
-    found = line("grpo", "gold_reward", ("d", "up"), ("d", "mixed"))(SWEEP)
+    found = line("grpo", "gold_reward", ("d", "up"), SWEEP, baseline=("d", "mixed"))
     assert found == pytest.approx([0.0, 2.1, 0.6])
     with pytest.raises(KeyError):
-        line("dpo", "gold_reward", ("d", "up"))(SWEEP)
+        line("dpo", "gold_reward", ("d", "up"), SWEEP)
 
 
 def point(method: str, kl: float, gain: float, seed: int = 0, setting: float = 0) -> dict:
@@ -64,25 +65,25 @@ def test_at_equal_kl_the_other_s_gain_is_interpolated():
     # point at 4 is farther than GRPO's last.
     grpo = [point("grpo", 3.0, 0.3), point("grpo", 1.0, 0.1)]
     dpo = [point("dpo", kl, gain, 0, kl) for kl, gain in ((2.0, 0.25), (0.5, 0.02), (4.0, 0.9))]
-    assert at_equal_kl("dpo", "grpo")(record(grpo + dpo)) == [pytest.approx(1.0)]
-    proxy = at_equal_kl("dpo", "grpo", "proxy_gain", 1)
-    assert proxy(record(grpo + dpo)) == [pytest.approx(-0.02)]
+    assert at_equal_kl("dpo", "grpo", record(grpo + dpo)) == [pytest.approx(1.0)]
+    proxy = at_equal_kl("dpo", "grpo", record(grpo + dpo), gain="proxy_gain", scale=1)
+    assert proxy == [pytest.approx(-0.02)]
     with pytest.raises(KeyError, match="within the reach"):
-        at_equal_kl("dpo", "grpo")(record([*grpo, dpo[2]]))
+        at_equal_kl("dpo", "grpo", record([*grpo, dpo[2]]))
 
 
 def test_every_seed_is_compared_at_the_same_settings():
     grpo = [point("grpo", 3.0, 0.3, seed) for seed in (0, 1)]
     dpo = [point("dpo", 1.0, 0.12, 0, 1), point("dpo", 2.0, 0.3, 0, 2)]
     dpo += [point("dpo", 2.0, 0.23, 1, 1), point("dpo", 5.0, 0.9, 1, 2)]
-    assert at_equal_kl("dpo", "grpo")(record(grpo + dpo)) == pytest.approx([2.0, 3.0])
+    assert at_equal_kl("dpo", "grpo", record(grpo + dpo)) == pytest.approx([2.0, 3.0])
 
 
 def test_the_form_that_points_lie_on_fits_better():
     kls = (0.25, 1.0, 2.25, 4.0, 9.0)
     points = [point("grpo", kl, math.sqrt(kl) * (0.4 - 0.1 * math.sqrt(kl)), 3) for kl in kls]
     points += [point("grpo", kl, math.sqrt(kl) * (0.4 - 0.1 * math.log(kl) / 2), 5) for kl in kls]
-    on_bon, on_rl = misfit("grpo", "bon", "rl")(record(points))
+    on_bon, on_rl = misfit("grpo", "bon", "rl", record(points))
     assert on_bon > 0.5
     assert on_rl < -0.5
 
@@ -92,7 +93,7 @@ def test_the_best_setting_is_that_of_the_other_seeds():
     of_all = [(seed, *one) for seed, own in gains.items() for one in enumerate(own)]
     points = [point("grpo", at, gain, seed, at) for seed, at, gain in of_all]
     # Others' means: of seed 0 (0.35, 0.4, 0.15), of 1 (0.1, 0.55, 0.2), of 2 (0.35, 0.35, 0.35).
-    assert turn("grpo")(record(points)) == pytest.approx([-10.0, 10.0, -10.0])
+    assert turn("grpo", record(points)) == pytest.approx([-10.0, 10.0, -10.0])
 
 
 def test_without_records_nothing_is_measured(tmp_path, monkeypatch):
