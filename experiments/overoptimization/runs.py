@@ -139,7 +139,8 @@ class Chain:
     def measured(self, name: str, path: Path, num_samples: int) -> Measured:
         """An earlier measurement of the same policy by the same judges, else a new one."""
         file = self.folder / "measured" / f"{name}.json"
-        made_by = self.made_by(path, prompts=self.config.num_prompts, samples=num_samples)
+        settings = {"prompts": self.config.num_prompts, "samples": num_samples}
+        made_by = self.made_by(path, **settings, fluency_model=self.config.fluency_model)
         record = stages.read_mark(file.parent, file.name) or {}
         if record.pop("made_by", None) == made_by:
             found = Measured(**record)

@@ -325,7 +325,7 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
     assert len(results["points"]) == 14
     for name in ("report.html", "report.md", "plots/frontier.png", "plots/overoptimization.png"):
         assert (folder / "out" / name).stat().st_size > 1000
-    # The same command does nothing again and says the same; another gold measures anew.
+    # The same command does nothing again and says the same; other judges measure anew.
     started.clear()
     monkeypatch.setattr(Measurer, "measure", None)
     overoptimization.main(config)
@@ -338,6 +338,11 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
     )
     config.gold, config.seeds = "rewards.py:length", [4]
     overoptimization.main(config)
+    pool = folder / "out" / "seed_4" / "measured" / "pool.json"
+    assert not np.any(json.loads(pool.read_text())["fluency"])
+    config.fluency_model = "sft/model"
+    overoptimization.main(config)
+    assert np.all(json.loads(pool.read_text())["fluency"])
     assert started == []
     again = json.loads((folder / "out" / "results.json").read_text())
     assert again["points"] != [point for point in results["points"] if point["seed"] == 4]
