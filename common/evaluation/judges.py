@@ -12,15 +12,13 @@ function without `**columns` gets the columns that it names. It may be a corouti
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common import distributed
+from common.data import Example
 from common.errors import UserError
 from common.evaluation.records import PromptRecord, Verdict, system_names
 from common.noise import derive_seed, uniform
-
-if TYPE_CHECKING:
-    from common.data import Example
 
 Judge = Callable[..., Any]
 
@@ -28,7 +26,7 @@ Judge = Callable[..., Any]
 def add_verdicts(
     records: Sequence[PromptRecord],
     judges: Mapping[str, Judge],
-    examples: Sequence["Example"],
+    examples: Sequence[Example],
     seed: int,
 ) -> None:
     """Add the verdicts of every judge, by name, on every two systems to the records. Collective.
@@ -51,7 +49,7 @@ def verdicts_of(
     b: str,
     name: str,
     judge: Judge,
-    examples: Sequence["Example"],
+    examples: Sequence[Example],
     seed: int,
 ) -> list[tuple[int, Verdict]]:
     """The verdicts of one judge on two systems, each with the index of its record.

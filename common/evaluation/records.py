@@ -18,16 +18,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from common.data import Example
 from common.distributed import is_rank0
 from common.evaluation.intervals import Floats, finite_vector
 from common.record.jsonl import json_line, read_jsonl, write_atomically
-
-if TYPE_CHECKING:
-    from common.data import Example
 
 SCORES = "scores.jsonl"
 COMPLETIONS = "completions.jsonl"
@@ -43,8 +41,8 @@ class EvaluationRows:
 
     dataset: str  # of the pairs, without pairs of the prompts
     split: str
-    pairs: Sequence["Example"]
-    prompts: Sequence["Example"]
+    pairs: Sequence[Example]
+    prompts: Sequence[Example]
 
 
 @dataclass
@@ -61,7 +59,7 @@ class PairScores:
         self.scores |= scores
 
 
-def describe_pairs(examples: Sequence["Example"], dataset: str, split: str) -> list[dict[str, Any]]:
+def describe_pairs(examples: Sequence[Example], dataset: str, split: str) -> list[dict[str, Any]]:
     """The lines of `scores.jsonl`, without the scores."""
     return [
         {
