@@ -63,23 +63,11 @@ def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[fl
     return max(0.0, min(share, centre - half_width)), min(1.0, max(share, centre + half_width))
 
 
-def preference_accuracy(
-    chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike
-) -> PreferenceAccuracy:
-    """Share of pairs in which the chosen completion has the higher score, of (N,) scores each.
+def preference_accuracy(counts: Floats) -> PreferenceAccuracy:
+    """The mean of `outcomes` (N,).
 
-    A tie counts one half: as a failure it would punish coarse scores (bfloat16 rewards tie often),
-    as a success it would give a constant score 100%. The interval takes the pairs as independent,
-    and with ties it is a little too wide.
-
-    Raises:
-        RuntimeError: a score is not finite; it would silently count as a failure.
+    The interval takes the pairs as independent, and with ties it is a little too wide.
     """
-    return accuracy_of(outcomes(chosen_scores, rejected_scores))
-
-
-def accuracy_of(counts: Floats) -> PreferenceAccuracy:
-    """The mean of `outcomes` (N,), with its interval."""
     low, high = wilson_interval(float(counts.sum()), counts.size)
     num_ties = int((counts == 0.5).sum())
     return PreferenceAccuracy(float(counts.mean()), low, high, counts.size, num_ties)
@@ -88,8 +76,11 @@ def accuracy_of(counts: Floats) -> PreferenceAccuracy:
 def outcomes(chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike) -> Floats:
     """Outcome of each pair, (N,): 1 if chosen scores higher, 0.5 in a tie, else 0.
 
+    A tie counts one half: as a failure it would punish coarse scores (bfloat16 rewards tie often),
+    as a success it would give a constant score 100%.
+
     Raises:
-        RuntimeError: a score is not finite.
+        RuntimeError: a score is not finite; it would silently count as a failure.
     """
     chosen, rejected = finite_vector(chosen_scores), finite_vector(rejected_scores)  # (N,)
     assert chosen.shape == rejected.shape, f"{chosen.shape} chosen, {rejected.shape} rejected"

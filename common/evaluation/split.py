@@ -207,14 +207,14 @@ def preferences(
     Returns:
         Accuracy with its interval, and the scores (N, 2).
     """
-    from common.evaluation.intervals import preference_accuracy
+    from common.evaluation.intervals import outcomes, preference_accuracy
 
     if reward is None:
         scores = score_examples(model, pairs, config, vocabulary, "scoring pairs")  # (N, 2)
     else:
         logps = pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
         scores = reward(logps, ref_logps, data.lengths(pairs)[:, 1:])
-    return preference_accuracy(scores[:, 0], scores[:, 1]), scores
+    return preference_accuracy(outcomes(*scores.unbind(1))), scores
 
 
 def add_pair_metrics(metrics: "Accumulator", rewards: Tensor, real: Tensor) -> None:

@@ -73,7 +73,7 @@ def accuracies(wins: Mapping[str, Floats], clusters: Numbers) -> dict[str, dict[
     means = intervals.bootstrap_means(np.stack(list(wins.values()), axis=1), clusters)  # (R, S)
     by_system = {}
     for (name, counts), column in zip(wins.items(), means.T, strict=True):
-        accuracy = asdict(intervals.accuracy_of(counts))
+        accuracy = asdict(intervals.preference_accuracy(counts))
         low, high = prompt_interval(column, accuracy["accuracy"], num_prompts)
         over_prompts = {"num_prompts": num_prompts, "prompt_low": low, "prompt_high": high}
         by_system[name] = accuracy | over_prompts
