@@ -76,17 +76,8 @@ def describe_pairs(examples: Sequence[Example], dataset: str, split: str) -> lis
     ]
 
 
-def write_scores(path: Path, table: PairScores) -> None:
-    """Write `scores.jsonl`, atomically; numbers are exact."""
-    lines = (
-        pair | {"scores": {name: scores[i].tolist() for name, scores in table.scores.items()}}
-        for i, pair in enumerate(table.pairs)
-    )
-    write_atomically(path, map(json_line, lines))
-
-
 def read_scores(path: Path) -> PairScores:
-    """Read the file of `write_scores`."""
+    """Read `scores.jsonl`."""
     pairs = read_jsonl(path)
     lines = [pair.pop("scores") for pair in pairs]
     return PairScores(
@@ -168,13 +159,8 @@ def add_system(
             record.further[name] = further
 
 
-def write_completions(records: Sequence[PromptRecord], output_dir: Path) -> None:
-    """Write `completions.jsonl`, atomically. Rank 0 only."""
-    write_atomically(output_dir / COMPLETIONS, map(json_line, map(asdict, records)))
-
-
 def read_completions(output_dir: Path) -> list[PromptRecord]:
-    """Read the file of `write_completions`; [] without it."""
+    """Read `completions.jsonl`; [] without it."""
     records = []
     for line in read_jsonl(output_dir / COMPLETIONS):
         line["reference"] = line["reference"] and Generation(**line["reference"])
@@ -188,7 +174,27 @@ def read_completions(output_dir: Path) -> list[PromptRecord]:
     return records
 
 
-# ---- results -------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def write_records(
+    table: PairScores, prompt_records: Sequence[PromptRecord], output_dir: Path
+) -> None:
+    """Write the records so far on rank 0, so that a judge that fails later loses none of them.
+
+    Each file is replaced atomically; numbers are exact.
+    """
+    if not is_rank0():
+        return
+    if table.pairs:
+        scored = (
+            pair | {"scores": {name: scores[i].tolist() for name, scores in table.scores.items()}}
+            for i, pair in enumerate(table.pairs)
+        )
+        write_atomically(output_dir / SCORES, map(json_line, scored))
+    if prompt_records:
+        lines = map(json_line, map(asdict, prompt_records))
+        write_atomically(output_dir / COMPLETIONS, lines)
 
 
 @dataclass
