@@ -59,7 +59,8 @@ def verdicts_of(
     """
     from common.rewards.functions import as_number, call_once
 
-    swapped = [is_swapped(seed, a, b, record.id) for record in records]
+    order = derive_seed(seed, "order", a, b)
+    swapped = [bool(uniform(order, record.id) < 0.5) for record in records]  # b's comes first
     pairs = {i: pair for i, record in enumerate(records) if (pair := record.pair(a, b))}
     inputs = {key: [examples[i].columns[key] for i in pairs] for key in examples[0].columns}
     inputs["prompts"] = [records[i].prompt for i in pairs]
@@ -78,8 +79,3 @@ def verdicts_of(
             )
         verdicts.append((i, Verdict(a, b, name, 1 - number if swapped[i] else number)))
     return verdicts
-
-
-def is_swapped(seed: int, a: str, b: str, row: int) -> bool:
-    """Whether b's completion of a row comes first: a fair draw for every row and pair."""
-    return float(uniform(derive_seed(seed, "order", a, b), row)) < 0.5
