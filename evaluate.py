@@ -137,11 +137,9 @@ def read_policy_configs(
     policies: Sequence[str], vocabulary: Vocabulary, config: EvaluateConfig
 ) -> dict[str, Any]:
     """The model config of each policy; a UserError if one does not fit the tokenizer."""
-    policy_configs = {
-        path: load.read_model_config(path, "policy", vocabulary.tokenizer, config)
-        for path in policies
-    }
+    policy_configs = {}
     for path in policies:
+        policy_configs[path] = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
         load.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
     if len(policy_configs) > 1:
         distributed.print_rank0(f"reference of KL and implicit rewards: {policies[0]}")

@@ -42,13 +42,9 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     reference: nn.Module | None = None,
 ) -> State:
-    """Load a checkpoint's shards in place; returns its manifest. Collective.
+    """Load a whole checkpoint's shards in place; returns its manifest. Collective.
 
-    Args:
-        folder: of a whole checkpoint.
-        model: sharded.
-        optimizer: of the model; its learning rate, betas and weight decay stay as they are.
-        reference: sharded, if it is in the checkpoint.
+    Learning rate, betas and weight decay of the optimizer stay as they are.
 
     Raises:
         UserError: either the checkpoint or this run has no changing reference; or adapters or

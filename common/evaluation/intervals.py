@@ -46,12 +46,8 @@ def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[fl
     """Score interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4).
 
     Unlike p +- z sqrt(p (1 - p) / n) it stays inside [0, 1], and has a width at p = 0 and 1.
-    (scipy's takes whole numbers of successes only: here a tie is half of one.)
-
-    Args:
-        successes: how many of `total` succeeded; both may be fractional.
-        total: number of trials, positive.
-        z: standard normal quantile, 1.96 for 95%.
+    (scipy's takes whole numbers of successes only: here a tie is half of one.) `z` is the standard
+    normal quantile, 1.96 for 95%.
     """
     assert total > 0, "an interval needs trials"
     assert 0 <= successes <= total, f"{successes} successes in {total} trials"
@@ -88,11 +84,7 @@ def outcomes(chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayL
 
 
 def finite_vector(values: Tensor | ArrayLike) -> Floats:
-    """`values` as (N,) float64, N at least 1.
-
-    Raises:
-        RuntimeError: a value is not finite.
-    """
+    """`values` as (N,) float64, N at least 1; a RuntimeError if one is not finite."""
     if isinstance(values, Tensor):
         values = values.detach().double().cpu().numpy()
     vector = np.asarray(values, dtype=np.float64)
@@ -125,19 +117,13 @@ def resamples(num_clusters: int) -> Iterator[Numbers]:
 
 
 def bootstrap_means(values: Floats, clusters: Numbers) -> Floats:
-    """Means of resamples that draw whole clusters with replacement (Davison and Hinkley 1997, 3.8).
+    """Means (NUM_RESAMPLES, S) of resamples of whole clusters (Davison and Hinkley 1997, 3.8).
 
     Observations of a cluster are kept together because they resemble each other: pairs of one
     prompt are right or wrong together, and drawing them apart would make the interval too narrow.
     The mean is over the observations that the drawn clusters hold. The columns share the draws, so
-    that the difference of two columns is the paired bootstrap.
-
-    Args:
-        values: (N, S) observations of S quantities.
-        clusters: (N,) number of the cluster of each, 0 .. G - 1, all used.
-
-    Returns:
-        (NUM_RESAMPLES, S).
+    that the difference of two columns is the paired bootstrap. Of N observations of S quantities,
+    `values` (N, S), `clusters` (N,) has the numbers, 0 .. G - 1, all used.
     """
     sizes = np.bincount(clusters)  # (G,)
     assert sizes.all(), "a cluster without observations"
@@ -159,10 +145,8 @@ def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
     """Mean, low and high of the percentile bootstrap (Efron and Tibshirani 1993, section 13.3).
 
     The (N,) independent values are sorted first, so that the order in which ranks delivered them
-    changes nothing. Below about 20 the interval is too narrow; of a single one it has width 0.
-
-    Raises:
-        RuntimeError: a value is not finite.
+    changes nothing. Below about 20 the interval is too narrow; of a single one it has width 0. A
+    value that is not finite is a RuntimeError.
     """
     ordered = np.sort(finite_vector(values))  # (N,)
     means = bootstrap_means(ordered[:, None], np.arange(ordered.size))
@@ -189,12 +173,9 @@ def mean_over_prompts(
 ) -> dict[str, Any] | None:
     """Mean of the measured values with its bootstrap interval; None without any.
 
-    Of a single prompt low and high are None, here and below: nothing shows how prompts differ.
-
-    Args:
-        values: N numbers, or None where nothing was measured.
-        prompts: N keys, equal for rows of the same prompt.
-        weights: N, positive: the tokens that a value is a mean over give the mean over tokens.
+    Of a single prompt low and high are None, here and below: nothing shows how prompts differ. The
+    N keys of `prompts` are equal for rows of the same prompt. Where a value is a mean over tokens,
+    their numbers as `weights` give the mean over all tokens.
     """
     measured, clusters, kept = _measured(values, prompts, weights)
     if not measured.size:

@@ -52,11 +52,7 @@ def verdicts_of(
     examples: Sequence[Example],
     seed: int,
 ) -> list[tuple[int, Verdict]]:
-    """The verdicts of one judge on two systems, each with the index of its record.
-
-    Raises:
-        UserError: the judge did not return a verdict for every record.
-    """
+    """The verdicts of one judge on two systems, each with the index of its record."""
     from common.rewards.functions import as_number, call_once
 
     order = derive_seed(seed, "order", a, b)

@@ -19,6 +19,7 @@ from common.evaluation.split import ImplicitReward, pair_logps, score_examples
 from common.forward import Policy
 from common.padding import AnyBatch
 from common.text.example import Vocabulary
+from common.text.overlap import rouge_l, rouge_n
 
 if TYPE_CHECKING:
     from common.rewards.models import RewardModelFunction
@@ -85,14 +86,12 @@ def baselines(
     Tokens of the completion, and minus them; ROUGE-L F1 of the completion against the post (the
     prompt without TL;DR's header and cue); random numbers, a function of seed and row.
     """
-    from common.text import overlap
     from common.text.truncate import split_prompt
 
     lengths = data.lengths(examples)[:, 1:].double().numpy()
     posts = [split_prompt(example.prompt)[1] for example in examples]
     overlaps = [
-        [overlap.rouge_l(text, post) for text in pair]
-        for post, pair in zip(posts, texts, strict=True)
+        [rouge_l(text, post) for text in pair] for post, pair in zip(posts, texts, strict=True)
     ]
     rows = torch.tensor([[example.row] for example in examples])  # (N, 1)
     seed = noise.derive_seed(seed, "random baseline")
@@ -107,13 +106,10 @@ def reward_scores(
     vocabulary: Vocabulary,
     config: CommonConfig,
 ) -> Tensor:
-    """Rewards of both completions of every pair. Collective.
+    """Rewards (N, 2), float64 on the host, of the completions of every pair. Collective.
 
     A reward model with the tokenizer of the run reads the ids as they are; another one reads the
     texts in its own tokens. Conversations are read to the end of their turn.
-
-    Returns:
-        (N, 2) float64 on the host, the same on every rank.
     """
     from common.text.chat import TEMPLATE_COLUMNS, as_answers
 
@@ -207,13 +203,10 @@ def reference_completions(
     prompts: Sequence[Example],
     max_completion_length: int,
 ) -> dict[int, Generation]:
-    """The rows' reference completions, judged like a policy's. Collective with a reward model.
+    """The rows' own completions, by index of the row, judged. Collective with a reward model.
 
     They are tokenised as for training: one longer than `max_completion_length` is cut for judges of
-    single completions, and counts as not stopped; its text stays whole.
-
-    Returns:
-        By index of the prompt; rows with an empty or no column `completion` are left out.
+    single completions, and counts as not stopped; its text stays whole. Empty ones are left out.
     """
     from common.sampling.sampler import Rollouts
     from common.text.chat import render
@@ -260,15 +253,15 @@ def judge_completions(
     """
     from common.text.chat import as_answers
 
-    by_judge: dict[str, Tensor] = {}
+    rewards: dict[str, list[float]] = {}
     if judges.functions:
-        by_judge = judges.score(prompts, rollouts).by_function  # (N, K) each
+        by_function = judges.score(prompts, rollouts).by_function  # (N, K) each
+        rewards = {judge: values.flatten().tolist() for judge, values in by_function.items()}
     k = len(texts) // max(1, len(prompts))
     messages = [example.messages for example in prompts for _ in range(k)]
     tokenizer = judges.vocabulary.tokenizer
     judged_texts = as_answers(rollouts.texts(tokenizer), messages, tokenizer)
     extracted = judges.extracted_answers(judged_texts)  # the answers that rewards compare
-    rewards = {judge: values.flatten().tolist() for judge, values in by_judge.items()}
     return [
         Generation(
             completion=text,
@@ -286,8 +279,6 @@ def judge_completions(
 
 def rouge(text: str, reference: str) -> dict[str, float]:
     """ROUGE-1, -2 and -L of a text; none with an empty reference."""
-    from common.text.overlap import rouge_l, rouge_n
-
     if not reference.strip():
         return {}
     by_n = {f"rouge_{n}": rouge_n(text, reference, n) for n in (1, 2)}

@@ -69,9 +69,7 @@ def score_batches(
 ) -> Tensor:
     """Score the completions of every rank's batches, by their slots. Collective.
 
-    Returns:
-        (num_slots,), or (num_slots, S), float64 on the host, the same on every rank; 0 at a slot
-        that is in no batch.
+    Returns (num_slots,), or (num_slots, S), as `score_examples`; 0 at a slot that is in no batch.
     """
     scored, slots, real = [], [], []
     for batch in batches:
@@ -146,17 +144,12 @@ class ImplicitReward:
     without log ref with `REFERENCE_FREE_LOSSES` (SimPO, Meng et al. 2024, eq. 4). Of a sum of
     losses: with the reference if one of them has it, per token if all are.
 
-    Attributes:
-        loss_type: One or several of `PREFERENCE_LOSSES`.
-        beta: Its scale.
-        reference_free: Every completion is as likely in the reference.
-        ld_alpha: What tokens beyond the shorter completion's length count in the log-probs.
     """
 
-    loss_type: Sequence[str] = ("sigmoid",)
+    loss_type: Sequence[str] = ("sigmoid",)  # one or several of `PREFERENCE_LOSSES`
     beta: float = 1.0
-    reference_free: bool = False
-    ld_alpha: float = 1.0
+    reference_free: bool = False  # every completion is as likely in the reference
+    ld_alpha: float = 1.0  # weight of tokens beyond the shorter completion's length in log-probs
 
     @property
     def needs_reference(self) -> bool:
@@ -202,10 +195,7 @@ def preferences(
     """Preference accuracy of a reward model or a policy, and its scores. Collective.
 
     A policy is judged by its implicit `reward`, with the reference's `pair_logps` (N, 2) if that
-    needs them.
-
-    Returns:
-        Accuracy with its interval, and the scores (N, 2).
+    needs them. The scores are (N, 2).
     """
     from common.evaluation.intervals import outcomes, preference_accuracy
 
@@ -218,12 +208,9 @@ def preferences(
 
 
 def add_pair_metrics(metrics: "Accumulator", rewards: Tensor, real: Tensor) -> None:
-    """Add the metrics of pairs.
+    """Add the metrics of N pairs by their rewards (N, 2), implicit ones or a reward model's.
 
-    Args:
-        metrics: gets chosen_reward, rejected_reward, reward_margin and accuracy (a tie is a half).
-        rewards: (N, 2) of chosen and rejected: of a reward model, or implicit ones.
-        real: (N,) bool, False = filler that counts nowhere.
+    Where `real` (N,) is False a pair is filler that counts nowhere.
     """
     chosen, rejected = rewards.detach().unbind(-1)  # (N,) each
     columns = {

@@ -46,8 +46,7 @@ NUMBERS_AT_ONCE = 2**21  # resamples times prompts
 def all_win_rates(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     """Every system against every earlier one and against the rows' own completions, by every judge.
 
-    Returns:
-        As `win_rate`; a judge that compared nothing of two systems is left out.
+    A judge that compared nothing of two systems is left out.
     """
     rates = []
     generations = [generation for record in records for generation in record.systems.values()]

@@ -28,17 +28,15 @@ from common.shutdown.failures import note_step
 class RunLogger:
     """Records and shows a run. Every rank calls it; only rank 0 writes and prints.
 
-    Args:
-        config: of the run; rank 0 writes it, and the environment, into its `output_dir`.
-        total_steps: optimiser steps of the whole run.
-        start_step: the step resumed from; the files already end there (`Checkpointer.load`).
-
-    Raises:
-        UserError: the run was resumed beyond its end.
+    Of a run that is resumed the files already end at `start_step` (`Checkpointer.load`).
     """
 
     def __init__(self, config: TrainConfig, total_steps: int, start_step: int = 0) -> None:
-        """Write what the run is, and open the bar and the trackers in `report_to`."""
+        """Write what the run is, and open the bar and the trackers in `report_to`.
+
+        Raises:
+            UserError: the run was resumed beyond its end.
+        """
         if start_step > total_steps:
             raise UserError(
                 f"the checkpoint is at step {start_step} and the run has {total_steps} steps; "
