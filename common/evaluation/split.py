@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +64,7 @@ def score_batches(
     model: nn.Module,
     batches: Iterable[AnyBatch],
     num_slots: int,
-    score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
+    score: Callable[[nn.Module, AnyBatch], Tensor],
 ) -> Tensor:
     """Score the completions of every rank's batches, by their slots. Collective.
 
@@ -128,12 +127,17 @@ def shorter_lengths(examples: Sequence[Example]) -> Tensor:
 
 
 def tail_weighted_logps(
-    model: nn.Module, batch: AnyBatch, shared_lengths: Tensor, ld_alpha: float
+    model: nn.Module, batches: Iterable[AnyBatch], pairs: Sequence[Example], ld_alpha: float
 ) -> Tensor:
-    """Log-probabilities (B,) of completions whose tails count `ld_alpha`."""
-    shared = shared_lengths[batch.slots // 2]  # (B,)
-    token_logps = model(batch).token_logps  # (B, C)
-    return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
+    """Log-probabilities (N, 2) of N pairs in these batches; tails count `ld_alpha`. Collective."""
+    shared_lengths = shorter_lengths(pairs)  # (N,)
+
+    def score(model: nn.Module, batch: AnyBatch) -> Tensor:
+        shared = shared_lengths[batch.slots // 2]  # (B,)
+        token_logps = model(batch).token_logps  # (B, C)
+        return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
+
+    return score_batches(model, batches, 2 * len(pairs), score).view(-1, 2)
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,6 @@ class ImplicitReward:
     beta (log pi - log ref) (Rafailov et al. 2023, eq. 5); per token with `PER_TOKEN_LOSSES`, and
     without log ref with `REFERENCE_FREE_LOSSES` (SimPO, Meng et al. 2024, eq. 4). Of a sum of
     losses: with the reference if one of them has it, per token if all are.
-
     """
 
     loss_type: Sequence[str] = ("sigmoid",)  # one or several of `PREFERENCE_LOSSES`
@@ -177,11 +180,8 @@ def pair_logps(
         return score_examples(policy, pairs, config, vocabulary, title)
     # Where tails begin depends on the other completion of the row, so no row is left out.
     rows = list(range(distributed.rank(), len(pairs), distributed.world_size()))
-    weighted = partial(
-        tail_weighted_logps, shared_lengths=shorter_lengths(pairs), ld_alpha=ld_alpha
-    )
     batches = data.micro_batches(pairs, rows, config, vocabulary)
-    return score_batches(policy, batches, 2 * len(pairs), weighted).view(-1, 2)
+    return tail_weighted_logps(policy, batches, pairs, ld_alpha)
 
 
 def preferences(
