@@ -23,15 +23,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from common import distributed
-from common.checkpoint import best, hf_folder, layout, resume
-from common.checkpoint.sharded_state import (
-    ShardWriter,
-    State,
-    cause,
-    reference_state,
-    restore_state,
-    trained_state,
-)
+from common.checkpoint import best, hf_folder, layout, resume, sharded_state
+from common.checkpoint.sharded_state import State, cause, restore_state
 from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.model import fsdp, lora
@@ -104,10 +97,10 @@ class Checkpointer:
     def _save(self, step: int) -> None:
         self.wait()
         fsdp.reshard(self.model)
-        state = trained_state(self.model, self.optimizer)
+        state = sharded_state.trained_state(self.model, self.optimizer)
         if self.reference is not None:
             fsdp.reshard(self.reference)
-            state["reference"] = reference_state(self.reference)
+            state["reference"] = sharded_state.reference_state(self.reference)
         rank_sums = {name: sums.tolist() for name, sums in self._sums.items()}
         contents: State = {
             "step": step,
@@ -141,7 +134,7 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)  # of a run with more ranks
         dist.barrier(group=self._group)
         try:
-            writer = ShardWriter(str(partial), save_distributed=True)
+            writer = sharded_state.ShardWriter(str(partial), save_distributed=True)
             save_shards(state, storage_writer=writer, process_group=self._group)
             entries = self._on_all_ranks(lambda: self._describe_files(partial))
             contents["files"] = {name: entry for rank in entries for name, entry in rank.items()}

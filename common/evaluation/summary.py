@@ -16,13 +16,7 @@ from typing import Any
 import numpy as np
 
 from common.evaluation import intervals
-from common.evaluation.intervals import (
-    MIN_PROMPTS,
-    Floats,
-    Numbers,
-    mean_over_prompts,
-    share_over_prompts,
-)
+from common.evaluation.intervals import Floats, Numbers, mean_over_prompts, share_over_prompts
 from common.evaluation.records import REFERENCE, PairScores, PromptRecord
 from common.record.run_folder import folder_of_run, run_cost
 from common.text.overlap import distinct_share
@@ -85,7 +79,7 @@ def prompt_interval(
     means: Floats, estimate: float, num_prompts: int
 ) -> tuple[float, float] | tuple[None, None]:
     """The interval of bootstrap means (R,) over prompts, None with too few prompts."""
-    if num_prompts < MIN_PROMPTS:
+    if num_prompts < intervals.MIN_PROMPTS:
         return None, None
     return intervals.percentile_interval(means, estimate)
 
