@@ -199,26 +199,18 @@ def write_records(
 
 @dataclass
 class Results:
-    """Results of an evaluation: the content of `results.json`, which a report reads.
-
-    Attributes:
-        attainable_accuracy: Best accuracy that the labels allow; None where it is not known.
-        systems: As `summary.describe_system`.
-        comparison: As `summary.compare`; None without pairs.
-        reference_completions: As `summary.summarise`, of the rows' own completions; None without.
-        win_rates: As `win_rates.win_rate`.
-    """
+    """Results of an evaluation: the content of `results.json`, which a report reads."""
 
     dataset: str = ""
     split: str = ""
     num_pairs: int = 0
     num_prompts: int = 0
     num_generations: int = 1
-    attainable_accuracy: float | None = None
-    systems: list[dict[str, Any]] = field(default_factory=list)
-    comparison: dict[str, Any] | None = None
-    reference_completions: dict[str, Any] | None = None
-    win_rates: list[dict[str, Any]] = field(default_factory=list)
+    attainable_accuracy: float | None = None  # the best that the labels allow, where it is known
+    systems: list[dict[str, Any]] = field(default_factory=list)  # as `summary.describe_system`
+    comparison: dict[str, Any] | None = None  # as `summary.compare`; None without pairs
+    reference_completions: dict[str, Any] | None = None  # as `summary.summarise`
+    win_rates: list[dict[str, Any]] = field(default_factory=list)  # as `win_rates.win_rate`
 
 
 def write_results(results: Results, output_dir: Path) -> None:

@@ -31,16 +31,12 @@ def score_examples(
 ) -> Tensor:
     """Score every completion of every example, those of equal prompts together. Collective.
 
-    Args:
-        model: a `Policy` (log-probability of the completion) or a `RewardModel` (reward).
-        examples: N prompts with K completions each.
-        config: how much is scored at once on each rank, and in which layout.
-        vocabulary: its pad id fills padding.
-        title: what the progress bar says.
-        score: what is computed of a batch, (B,); or (B, S), several numbers of one forward pass.
+    The model is a `Policy` (log-probability of a completion) or a `RewardModel` (reward), unless
+    `score` computes something else of a batch: (B,), or several numbers (B, S) of one forward pass.
 
     Returns:
-        (N, K), or (N, K, S), float64 on the host, the same on every rank.
+        (N, K), or (N, K, S), of N examples with K completions each, float64 on the host, the same
+        on every rank.
     """
     from common.record.terminal import progress_bar
 
