@@ -122,8 +122,8 @@ def bootstrap_means(values: Floats, clusters: Numbers) -> Floats:
     Observations of a cluster are kept together because they resemble each other: pairs of one
     prompt are right or wrong together, and drawing them apart would make the interval too narrow.
     The mean is over the observations that the drawn clusters hold. The columns share the draws, so
-    that the difference of two columns is the paired bootstrap. Of N observations of S quantities,
-    `values` (N, S), `clusters` (N,) has the numbers, 0 .. G - 1, all used.
+    that the difference of two columns is the paired bootstrap. `values` (N, S) are N observations
+    of S quantities, `clusters` (N,) the numbers of their clusters, 0 .. G - 1, all used.
     """
     sizes = np.bincount(clusters)  # (G,)
     assert sizes.all(), "a cluster without observations"

@@ -52,10 +52,8 @@ def policy_scores(
     `logp_per_token` is the log-probability divided by the completion's length. The implicit reward
     is that of the run's training: where tails count `ld_alpha`, policy and reference score the
     pairs again. Where it needs a reference and there is none, as for the reference itself, whose
-    ratios are 0 everywhere, the log-probability takes its place, as kind `logp`.
-
-    The log-probabilities (N, 2) are the policy's, in nats; `reward` is that of its run. There is no
-    reference before it is known.
+    ratios are 0 everywhere, the log-probability takes its place, as kind `logp`. `logps` (N, 2) are
+    the policy's, in nats.
     """
 
     def weighted(model: Policy, known: Tensor) -> Tensor:
