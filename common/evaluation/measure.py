@@ -56,9 +56,9 @@ def policy_scores(
     the policy's, in nats.
     """
 
-    def weighted(model: Policy, known: Tensor) -> Tensor:
+    def weighted(model: Policy, unweighted: Tensor) -> Tensor:
         if reward.ld_alpha == 1:
-            return known
+            return unweighted
         return pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
 
     lengths = data.lengths(pairs)[:, 1:]  # (N, 2)
