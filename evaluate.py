@@ -62,7 +62,7 @@ def main(config: EvaluateConfig) -> None:
     names, models = rewards.short_names, list(rewards.reward_models)
     rows = load_data(config, vocabulary, rewards)
     table = PairScores(records.describe_pairs(rows.pairs, rows.dataset, rows.split))
-    start_folder(config)
+    output_dir = start_folder(config)
     mesh = distributed.mesh(config.num_replicas)
     rewards.load(mesh)
 
@@ -79,7 +79,7 @@ def main(config: EvaluateConfig) -> None:
         PromptRecord(prompt.row, prompt.prompt, references.get(i), prompt_ids=prompt.prompt_ids)
         for i, prompt in enumerate(rows.prompts)
     ]
-    write_records(table, prompt_records, config)
+    records.write_records(table, prompt_records, output_dir)
 
     # Score pairs with the policies, the reference first, and generate
     reference: Reference | None = None
@@ -97,17 +97,17 @@ def main(config: EvaluateConfig) -> None:
         if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing
             reference = Reference(policy, logps)
         if rows.prompts:
-            write_records(table, prompt_records, config)
+            records.write_records(table, prompt_records, output_dir)
             completions = generate(names[path], policy, reference, rewards, rows.prompts, config)
             records.add_system(prompt_records, names[path], completions)
-        write_records(table, prompt_records, config)
+        records.write_records(table, prompt_records, output_dir)
 
     # Judge: completions are compared with each other and with the rows' own
     judges.add_verdicts(prompt_records, comparing, rows.prompts, config.seed)
     if rows.pairs:
         texts = measure.completion_texts(rows.pairs, vocabulary)
         table.add(measure.baselines(rows.pairs, texts, config.seed))
-    write_records(table, prompt_records, config)
+    records.write_records(table, prompt_records, output_dir)
 
     # Summarise, write, show
     comparison = summary.compare(table) if rows.pairs else None
@@ -126,7 +126,6 @@ def main(config: EvaluateConfig) -> None:
         reference_completions=summary.summarise(prompt_records, records.REFERENCE),
         win_rates=all_win_rates(prompt_records),
     )
-    output_dir = Path(config.output_dir)
     records.write_results(results, output_dir)
     evaluation_report.write_report(results, output_dir)
     evaluation_report.log_systems(results, config)
@@ -138,11 +137,9 @@ def read_policy_configs(
     policies: Sequence[str], vocabulary: Vocabulary, config: EvaluateConfig
 ) -> dict[str, Any]:
     """The model config of each policy; a UserError if one does not fit the tokenizer."""
-    policy_configs = {
-        path: load.read_model_config(path, "policy", vocabulary.tokenizer, config)
-        for path in policies
-    }
+    policy_configs = {}
     for path in policies:
+        policy_configs[path] = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
         load.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
     if len(policy_configs) > 1:
         distributed.print_rank0(f"reference of KL and implicit rewards: {policies[0]}")
@@ -200,13 +197,14 @@ def generate(
     )
 
 
-def start_folder(config: EvaluateConfig) -> None:
-    """Write what the run is, and remove what an earlier evaluation wrote."""
+def start_folder(config: EvaluateConfig) -> Path:
+    """Write what the run is, and remove what an earlier evaluation wrote; returns the folder."""
     output_dir = Path(config.output_dir)
     if distributed.is_rank0():
         save_run_files(output_dir, config, distributed.world_size())
         for name in WRITTEN:
             (output_dir / name).unlink(missing_ok=True)
+    return output_dir
 
 
 def load_data(
@@ -245,18 +243,6 @@ def load_data(
     rewards.check_messages(pairs)
     rewards.check_rows(prompts)
     return EvaluationRows(dataset, split_name, pairs, prompts)
-
-
-def write_records(
-    table: PairScores, prompt_records: list[PromptRecord], config: EvaluateConfig
-) -> None:
-    """Write the records so far, so that a judge that fails later loses none of them."""
-    output_dir = Path(config.output_dir)
-    if distributed.is_rank0():
-        if table.pairs:
-            records.write_scores(output_dir / records.SCORES, table)
-        if prompt_records:
-            records.write_completions(prompt_records, output_dir)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from common import distributed
-from common.checkpoint import best, hf_folder, layout, resume
-from common.checkpoint.sharded_state import (
-    ShardWriter,
-    State,
-    cause,
-    reference_state,
-    restore_state,
-    trained_state,
-)
+from common.checkpoint import best, hf_folder, layout, resume, sharded_state
+from common.checkpoint.sharded_state import State, cause, restore_state
 from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.model import fsdp, lora
@@ -48,13 +41,8 @@ class Checkpointer:
     thread has a separate process group for its collectives. One checkpoint is written at a time.
     `output_dir` must be one folder for all ranks: on several hosts, of a shared file system.
 
-    Args:
-        config: of the run.
-        model: sharded.
-        optimizer: of the model.
-        metrics: sums for the next line of `metrics.jsonl`.
-        reference: a sharded model that changes during the run.
-        settings: the exported folder's files except weights, on rank 0 (`hf_folder.settings_of`).
+    Model and `reference`, which changes during the run, are sharded. `settings`, on rank 0, are the
+    exported folder's files except weights (`hf_folder.settings_of`).
     """
 
     def __init__(
@@ -99,11 +87,7 @@ class Checkpointer:
     def save_before(self, step: int) -> str:
         """Save the state before the unfinished `step`, if it is not saved yet. Collective.
 
-        Returns:
-            `resume_advice` for it.
-
-        Raises:
-            UserError: the checkpoint could not be written.
+        Returns `resume_advice` for it, or raises a UserError as `save` does.
         """
         if self._saved_step != step:
             self._save(step)
@@ -113,10 +97,10 @@ class Checkpointer:
     def _save(self, step: int) -> None:
         self.wait()
         fsdp.reshard(self.model)
-        state = trained_state(self.model, self.optimizer)
+        state = sharded_state.trained_state(self.model, self.optimizer)
         if self.reference is not None:
             fsdp.reshard(self.reference)
-            state["reference"] = reference_state(self.reference)
+            state["reference"] = sharded_state.reference_state(self.reference)
         rank_sums = {name: sums.tolist() for name, sums in self._sums.items()}
         contents: State = {
             "step": step,
@@ -150,7 +134,7 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)  # of a run with more ranks
         dist.barrier(group=self._group)
         try:
-            writer = ShardWriter(str(partial), save_distributed=True)
+            writer = sharded_state.ShardWriter(str(partial), save_distributed=True)
             save_shards(state, storage_writer=writer, process_group=self._group)
             entries = self._on_all_ranks(lambda: self._describe_files(partial))
             contents["files"] = {name: entry for rank in entries for name, entry in rank.items()}
@@ -203,21 +187,13 @@ class Checkpointer:
             print(f"warning: old checkpoints could not be removed ({cause(error)}).", flush=True)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written.
-
-        Raises:
-            UserError: it could not be written.
-        """
+        """Wait until the last checkpoint is written; a UserError if it could not be."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def close(self) -> None:
-        """Write the last checkpoint, end the thread and its process group. Collective.
-
-        Raises:
-            UserError: the checkpoint could not be written.
-        """
+        """`wait`, and end the thread and its process group. Collective."""
         self.wait()
         self._thread.shutdown()
         self._vote.end()
@@ -235,13 +211,8 @@ class Checkpointer:
         records are cut to the lines that the checkpoint counted, to none without one of that
         folder.
 
-        Args:
-            folder: from `resume.find_checkpoint`.
-
         Raises:
-            UserError: the checkpoint has a reference and this run updates none, or the reverse; or
-                it has other adapters, or does not fit the model; or another run is writing to
-                `output_dir`.
+            UserError: as `restore_state`, or another run is writing to `output_dir`.
         """
         manifest: State = {"step": 0, "lines": {}}
         if folder is not None:
@@ -276,11 +247,7 @@ class Checkpointer:
         self.metrics.restore(sums)
 
     def load_best(self) -> int:
-        """With `load_best_model_at_end`, load the parameters of the best checkpoint. Collective.
-
-        Returns:
-            The step of that checkpoint; 0 if none was loaded.
-        """
+        """With `load_best_model_at_end`, load the best checkpoint; its step, else 0. Collective."""
         folder = best.find(self.output_dir, self.config.metric_for_best_model)
         if folder is None or not self.config.load_best_model_at_end:
             return 0
@@ -293,10 +260,7 @@ class Checkpointer:
         """Before a forward pass: save and stop if any rank received a signal. Collective.
 
         Sums and gradients of the unfinished step are dropped: it must not have made an update.
-
-        Args:
-            step: the current one, counted from 0, which is the number of finished steps.
-            at_once: see `StopVote.is_agreed`.
+        `step` is counted from 0, so it is the number of finished ones; `at_once` is of `StopVote`.
 
         Raises:
             Stopped: the run is saved.

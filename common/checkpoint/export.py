@@ -35,13 +35,9 @@ def save_pretrained(
 
     Adapters are merged into its weights, and also written as peft's folder `adapter` next to it.
 
-    Args:
-        module: sharded; its submodule `lm` is the Hugging Face model.
-        vocabulary: its tokenizer is saved with the weights, its stop ids as the generation config's
-            eos ids, so that `generate` stops there.
-        folder: replaced whole once the new one is complete.
-        config: of the run; without it there is no model card.
-        reward_shift: added to every score (see `fold_reward_shift`).
+    The submodule `lm` of the sharded module is the Hugging Face model. The folder is replaced once
+    the new one is complete. `settings_of` has what the config and the vocabulary are for.
+    `reward_shift` is added to every score (see `fold_reward_shift`).
 
     Raises:
         UserError: rank 0 could not write it; raised on every rank.

@@ -101,12 +101,8 @@ def write_folders(
 ) -> None:
     """Write a model with its adapter merged, and the adapter as the folder `adapter` next to it.
 
-    Args:
-        lm: Only its structure is read, not its weights.
-        state: The whole weights; base weights are moved out, so that no weight is held twice.
-        settings: As `settings_of`.
-        folder: Of the model.
-        below: Reads the base weights that the state lacks, once `adapter` is written.
+    Of `lm` only the structure is read. `state` has the whole weights; base weights are moved out,
+    so that none is held twice. `below` reads those that it lacks, once `adapter` is written.
     """
     if lora.adapted_layers(lm):
         with layout.replacing(folder.with_name("adapter")) as partial:
@@ -144,13 +140,8 @@ def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
 def export(checkpoint: Path, output_dir: Path, config: ModelFlags, base: str = "") -> None:
     """Write a checkpoint's `model`, its `adapter` if it has one, and the `config.yaml` of its run.
 
-    Needs no process group, and memory for one copy of the weights.
-
-    Args:
-        checkpoint: not damaged.
-        output_dir: their folder; they are replaced.
-        config: its `trust_remote_code` counts.
-        base: model of the adapters; empty: the run's.
+    Needs no process group, and memory for one copy of the weights. The checkpoint must be whole.
+    `base` is the model under the adapters; empty: the run's.
 
     Raises:
         UserError: it lacks something, or the base of its adapters cannot be read; by then

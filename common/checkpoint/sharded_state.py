@@ -42,13 +42,9 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     reference: nn.Module | None = None,
 ) -> State:
-    """Load a checkpoint's shards in place; returns its manifest. Collective.
+    """Load a whole checkpoint's shards in place; returns its manifest. Collective.
 
-    Args:
-        folder: of a whole checkpoint.
-        model: sharded.
-        optimizer: of the model; its learning rate, betas and weight decay stay as they are.
-        reference: sharded, if it is in the checkpoint.
+    Learning rate, betas and weight decay of the optimizer stay as they are.
 
     Raises:
         UserError: either the checkpoint or this run has no changing reference; or adapters or
@@ -70,7 +66,11 @@ def restore_state(
     state = trained_state(model, optimizer)
     if reference is not None:
         state["reference"] = reference_state(reference)
-    read_shards(folder, state)
+    try:
+        load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:
+        reason = cause(error)
+        raise UserError(f"the checkpoint {folder} does not fit the model: {reason}.") from None
     groups = get_state_dict(model, optimizer)[1]["param_groups"]
     set_state_dict(
         model,
@@ -84,16 +84,6 @@ def restore_state(
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
     return manifest
-
-
-def read_shards(folder: Path, state: State) -> None:
-    """Read a checkpoint into the tensors of a state; a UserError where they differ. Collective."""
-    try:
-        load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
-    except CheckpointException as error:
-        raise UserError(
-            f"the checkpoint {folder} does not fit the model: {cause(error)}."
-        ) from None
 
 
 def cause(error: BaseException) -> str:

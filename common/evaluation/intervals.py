@@ -46,12 +46,8 @@ def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[fl
     """Score interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4).
 
     Unlike p +- z sqrt(p (1 - p) / n) it stays inside [0, 1], and has a width at p = 0 and 1.
-    (scipy's takes whole numbers of successes only: here a tie is half of one.)
-
-    Args:
-        successes: how many of `total` succeeded; both may be fractional.
-        total: number of trials, positive.
-        z: standard normal quantile, 1.96 for 95%.
+    (scipy's takes whole numbers of successes only: here a tie is half of one.) `z` is the standard
+    normal quantile, 1.96 for 95%.
     """
     assert total > 0, "an interval needs trials"
     assert 0 <= successes <= total, f"{successes} successes in {total} trials"
@@ -63,23 +59,11 @@ def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[fl
     return max(0.0, min(share, centre - half_width)), min(1.0, max(share, centre + half_width))
 
 
-def preference_accuracy(
-    chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike
-) -> PreferenceAccuracy:
-    """Share of pairs in which the chosen completion has the higher score, of (N,) scores each.
+def preference_accuracy(counts: Floats) -> PreferenceAccuracy:
+    """The mean of `outcomes` (N,).
 
-    A tie counts one half: as a failure it would punish coarse scores (bfloat16 rewards tie often),
-    as a success it would give a constant score 100%. The interval takes the pairs as independent,
-    and with ties it is a little too wide.
-
-    Raises:
-        RuntimeError: a score is not finite; it would silently count as a failure.
+    The interval takes the pairs as independent, and with ties it is a little too wide.
     """
-    return accuracy_of(outcomes(chosen_scores, rejected_scores))
-
-
-def accuracy_of(counts: Floats) -> PreferenceAccuracy:
-    """The mean of `outcomes` (N,), with its interval."""
     low, high = wilson_interval(float(counts.sum()), counts.size)
     num_ties = int((counts == 0.5).sum())
     return PreferenceAccuracy(float(counts.mean()), low, high, counts.size, num_ties)
@@ -88,8 +72,11 @@ def accuracy_of(counts: Floats) -> PreferenceAccuracy:
 def outcomes(chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike) -> Floats:
     """Outcome of each pair, (N,): 1 if chosen scores higher, 0.5 in a tie, else 0.
 
+    A tie counts one half: as a failure it would punish coarse scores (bfloat16 rewards tie often),
+    as a success it would give a constant score 100%.
+
     Raises:
-        RuntimeError: a score is not finite.
+        RuntimeError: a score is not finite; it would silently count as a failure.
     """
     chosen, rejected = finite_vector(chosen_scores), finite_vector(rejected_scores)  # (N,)
     assert chosen.shape == rejected.shape, f"{chosen.shape} chosen, {rejected.shape} rejected"
@@ -97,11 +84,7 @@ def outcomes(chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayL
 
 
 def finite_vector(values: Tensor | ArrayLike) -> Floats:
-    """`values` as (N,) float64, N at least 1.
-
-    Raises:
-        RuntimeError: a value is not finite.
-    """
+    """`values` as (N,) float64, N at least 1; a RuntimeError if one is not finite."""
     if isinstance(values, Tensor):
         values = values.detach().double().cpu().numpy()
     vector = np.asarray(values, dtype=np.float64)
@@ -134,19 +117,13 @@ def resamples(num_clusters: int) -> Iterator[Numbers]:
 
 
 def bootstrap_means(values: Floats, clusters: Numbers) -> Floats:
-    """Means of resamples that draw whole clusters with replacement (Davison and Hinkley 1997, 3.8).
+    """Means (NUM_RESAMPLES, S) of resamples of whole clusters (Davison and Hinkley 1997, 3.8).
 
     Observations of a cluster are kept together because they resemble each other: pairs of one
     prompt are right or wrong together, and drawing them apart would make the interval too narrow.
     The mean is over the observations that the drawn clusters hold. The columns share the draws, so
-    that the difference of two columns is the paired bootstrap.
-
-    Args:
-        values: (N, S) observations of S quantities.
-        clusters: (N,) number of the cluster of each, 0 .. G - 1, all used.
-
-    Returns:
-        (NUM_RESAMPLES, S).
+    that the difference of two columns is the paired bootstrap. `values` (N, S) are N observations
+    of S quantities, `clusters` (N,) the numbers of their clusters, 0 .. G - 1, all used.
     """
     sizes = np.bincount(clusters)  # (G,)
     assert sizes.all(), "a cluster without observations"
@@ -168,10 +145,8 @@ def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
     """Mean, low and high of the percentile bootstrap (Efron and Tibshirani 1993, section 13.3).
 
     The (N,) independent values are sorted first, so that the order in which ranks delivered them
-    changes nothing. Below about 20 the interval is too narrow; of a single one it has width 0.
-
-    Raises:
-        RuntimeError: a value is not finite.
+    changes nothing. Below about 20 the interval is too narrow; of a single one it has width 0. A
+    value that is not finite is a RuntimeError.
     """
     ordered = np.sort(finite_vector(values))  # (N,)
     means = bootstrap_means(ordered[:, None], np.arange(ordered.size))
@@ -198,12 +173,9 @@ def mean_over_prompts(
 ) -> dict[str, Any] | None:
     """Mean of the measured values with its bootstrap interval; None without any.
 
-    Of a single prompt low and high are None, here and below: nothing shows how prompts differ.
-
-    Args:
-        values: N numbers, or None where nothing was measured.
-        prompts: N keys, equal for rows of the same prompt.
-        weights: N, positive: the tokens that a value is a mean over give the mean over tokens.
+    Of a single prompt low and high are None, here and below: nothing shows how prompts differ. The
+    N keys of `prompts` are equal for rows of the same prompt. Where a value is a mean over tokens,
+    their numbers as `weights` give the mean over all tokens.
     """
     measured, clusters, kept = _measured(values, prompts, weights)
     if not measured.size:

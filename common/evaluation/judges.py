@@ -12,15 +12,13 @@ function without `**columns` gets the columns that it names. It may be a corouti
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common import distributed
+from common.data import Example
 from common.errors import UserError
 from common.evaluation.records import PromptRecord, Verdict, system_names
 from common.noise import derive_seed, uniform
-
-if TYPE_CHECKING:
-    from common.data import Example
 
 Judge = Callable[..., Any]
 
@@ -28,7 +26,7 @@ Judge = Callable[..., Any]
 def add_verdicts(
     records: Sequence[PromptRecord],
     judges: Mapping[str, Judge],
-    examples: Sequence["Example"],
+    examples: Sequence[Example],
     seed: int,
 ) -> None:
     """Add the verdicts of every judge, by name, on every two systems to the records. Collective.
@@ -51,17 +49,14 @@ def verdicts_of(
     b: str,
     name: str,
     judge: Judge,
-    examples: Sequence["Example"],
+    examples: Sequence[Example],
     seed: int,
 ) -> list[tuple[int, Verdict]]:
-    """The verdicts of one judge on two systems, each with the index of its record.
-
-    Raises:
-        UserError: the judge did not return a verdict for every record.
-    """
+    """The verdicts of one judge on two systems, each with the index of its record."""
     from common.rewards.functions import as_number, call_once
 
-    swapped = [is_swapped(seed, a, b, record.id) for record in records]
+    order = derive_seed(seed, "order", a, b)
+    swapped = [bool(uniform(order, record.id) < 0.5) for record in records]  # b's comes first
     pairs = {i: pair for i, record in enumerate(records) if (pair := record.pair(a, b))}
     inputs = {key: [examples[i].columns[key] for i in pairs] for key in examples[0].columns}
     inputs["prompts"] = [records[i].prompt for i in pairs]
@@ -80,8 +75,3 @@ def verdicts_of(
             )
         verdicts.append((i, Verdict(a, b, name, 1 - number if swapped[i] else number)))
     return verdicts
-
-
-def is_swapped(seed: int, a: str, b: str, row: int) -> bool:
-    """Whether b's completion of a row comes first: a fair draw for every row and pair."""
-    return float(uniform(derive_seed(seed, "order", a, b), row)) < 0.5

@@ -9,27 +9,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from common import data, distributed, noise
+from common.config.stages import CommonConfig
+from common.data import Example
+from common.evaluation.config import EvaluateConfig
 from common.evaluation.intervals import Floats
 from common.evaluation.records import BASELINES, Generation
+from common.evaluation.split import ImplicitReward, pair_logps, score_examples
+from common.forward import Policy
+from common.padding import AnyBatch
+from common.text.example import Vocabulary
+from common.text.overlap import rouge_l, rouge_n
 
 if TYPE_CHECKING:
-    from common.config.stages import CommonConfig
-    from common.data import Example
-    from common.evaluation.config import EvaluateConfig
-    from common.evaluation.split import ImplicitReward
-    from common.forward import Policy
-    from common.padding import AnyBatch
     from common.rewards.models import RewardModelFunction
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Rollouts
-    from common.text.example import Vocabulary
 
 
 @dataclass(frozen=True)
 class Reference:
     """The reference policy, with its log-probabilities (N, 2) of the pairs; None without pairs."""
 
-    policy: "Policy"
+    policy: Policy
     logps: Tensor | None
 
 
@@ -37,32 +39,27 @@ class Reference:
 
 
 def policy_scores(
-    policy: "Policy",
+    policy: Policy,
     logps: Tensor,
     reference: Reference | None,
-    pairs: Sequence["Example"],
-    reward: "ImplicitReward",
-    config: "EvaluateConfig",
-    vocabulary: "Vocabulary",
+    pairs: Sequence[Example],
+    reward: ImplicitReward,
+    config: EvaluateConfig,
+    vocabulary: Vocabulary,
 ) -> dict[str, Floats]:
     """Scores (N, 2) of a policy on N pairs by each kind of `--policy_scores`. Collective.
 
     `logp_per_token` is the log-probability divided by the completion's length. The implicit reward
     is that of the run's training: where tails count `ld_alpha`, policy and reference score the
     pairs again. Where it needs a reference and there is none, as for the reference itself, whose
-    ratios are 0 everywhere, the log-probability takes its place, as kind `logp`.
-
-    Args:
-        policy: The policy.
-        logps: (N, 2) its log-probabilities of the completions, nats.
-        reference: The reference, None before it is known.
-        pairs: The N pairs.
-        reward: The reward by which the policy's run judges pairs.
-        config: Kinds, and sizes of batches.
-        vocabulary: Of the policy.
+    ratios are 0 everywhere, the log-probability takes its place, as kind `logp`. `logps` (N, 2) are
+    the policy's, in nats.
     """
-    from common import data
-    from common.evaluation.split import pair_logps
+
+    def weighted(model: Policy, unweighted: Tensor) -> Tensor:
+        if reward.ld_alpha == 1:
+            return unweighted
+        return pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
 
     lengths = data.lengths(pairs)[:, 1:]  # (N, 2)
     scores: dict[str, Floats] = {}
@@ -72,35 +69,27 @@ def policy_scores(
         elif reward.needs_reference and reference is None:
             scores["logp"] = logps.numpy()
         else:
-            weighted, ref_weighted = logps, reference.logps if reference else None
-            if reward.ld_alpha != 1:
-                title, alpha = "scoring pairs", reward.ld_alpha
-                if reward.needs_reference and reference:
-                    ref_weighted = pair_logps(
-                        reference.policy, pairs, config, vocabulary, title, alpha
-                    )
-                weighted = pair_logps(policy, pairs, config, vocabulary, title, alpha)
-            scores[kind] = reward(weighted, ref_weighted, lengths).numpy()
+            ref_logps = None
+            if reward.needs_reference and reference and reference.logps is not None:
+                ref_logps = weighted(reference.policy, reference.logps)
+            scores[kind] = reward(weighted(policy, logps), ref_logps, lengths).numpy()
     return scores
 
 
 def baselines(
-    examples: Sequence["Example"], texts: Sequence[Sequence[str]], seed: int
+    examples: Sequence[Example], texts: Sequence[Sequence[str]], seed: int
 ) -> dict[str, Floats]:
     """Scores (N, 2) that need no model, of N pairs and the texts of their completions.
 
     Tokens of the completion, and minus them; ROUGE-L F1 of the completion against the post (the
     prompt without TL;DR's header and cue); random numbers, a function of seed and row.
     """
-    from common import data, noise
-    from common.text import overlap
     from common.text.truncate import split_prompt
 
     lengths = data.lengths(examples)[:, 1:].double().numpy()
     posts = [split_prompt(example.prompt)[1] for example in examples]
     overlaps = [
-        [overlap.rouge_l(text, post) for text in pair]
-        for post, pair in zip(posts, texts, strict=True)
+        [rouge_l(text, post) for text in pair] for post, pair in zip(posts, texts, strict=True)
     ]
     rows = torch.tensor([[example.row] for example in examples])  # (N, 1)
     seed = noise.derive_seed(seed, "random baseline")
@@ -111,20 +100,15 @@ def baselines(
 
 def reward_scores(
     function: "RewardModelFunction",
-    pairs: Sequence["Example"],
-    vocabulary: "Vocabulary",
-    config: "CommonConfig",
+    pairs: Sequence[Example],
+    vocabulary: Vocabulary,
+    config: CommonConfig,
 ) -> Tensor:
-    """Rewards of both completions of every pair. Collective.
+    """Rewards (N, 2), float64 on the host, of the completions of every pair. Collective.
 
     A reward model with the tokenizer of the run reads the ids as they are; another one reads the
     texts in its own tokens. Conversations are read to the end of their turn.
-
-    Returns:
-        (N, 2) float64 on the host, the same on every rank.
     """
-    from common import distributed
-    from common.evaluation.split import score_examples
     from common.text.chat import TEMPLATE_COLUMNS, as_answers
 
     is_chat = any(example.messages for example in pairs)
@@ -149,7 +133,7 @@ def reward_scores(
     return distributed.all_reduce_sum(scores.to(distributed.device())).cpu()
 
 
-def completion_texts(pairs: Sequence["Example"], vocabulary: "Vocabulary") -> list[list[str]]:
+def completion_texts(pairs: Sequence[Example], vocabulary: Vocabulary) -> list[list[str]]:
     """The completions of every pair as text, without the stop token."""
     decode, stop_ids = vocabulary.tokenizer.decode, vocabulary.stop_ids
     return [
@@ -158,7 +142,7 @@ def completion_texts(pairs: Sequence["Example"], vocabulary: "Vocabulary") -> li
     ]
 
 
-def without_stop(pairs: Sequence["Example"], vocabulary: "Vocabulary") -> list["Example"]:
+def without_stop(pairs: Sequence[Example], vocabulary: Vocabulary) -> list[Example]:
     """The pairs without the stop token that ends a completion, unless there is nothing else."""
 
     def cut(ids: list[int]) -> list[int]:
@@ -171,12 +155,12 @@ def without_stop(pairs: Sequence["Example"], vocabulary: "Vocabulary") -> list["
 
 
 def measure_completions(
-    policy: "Policy",
-    reference: "Policy | None",
+    policy: Policy,
+    reference: Policy | None,
     judges: "RewardFunctions",
-    prompts: Sequence["Example"],
+    prompts: Sequence[Example],
     rollouts: "Rollouts",
-    config: "CommonConfig",
+    config: CommonConfig,
     temperature: float,
 ) -> list[Generation]:
     """Measurements of a policy's N*K completions of N prompts. Collective.
@@ -185,8 +169,6 @@ def measure_completions(
     at another one, or without a reference, it is not measured. The entropy is that of pi at
     temperature 1 along the completions.
     """
-    from common.evaluation.split import score_examples
-
     examples, vocabulary = rollouts.completed(prompts), judges.vocabulary
     logps, entropies = (
         score_examples(policy, examples, config, vocabulary, "scoring", score=logp_and_entropy)
@@ -208,7 +190,7 @@ def measure_completions(
     return [replace(generation, kl=k, entropy=h) for generation, k, h in rows]
 
 
-def logp_and_entropy(policy: nn.Module, batch: "AnyBatch") -> Tensor:
+def logp_and_entropy(policy: nn.Module, batch: AnyBatch) -> Tensor:
     """(B, 2): log-probability of each completion, and the sum of its tokens' entropies, nats."""
     scores = policy(batch, with_entropy=True)
     return torch.stack([scores.token_logps.sum(-1), scores.entropy.sum(-1)], dim=-1)
@@ -216,16 +198,13 @@ def logp_and_entropy(policy: nn.Module, batch: "AnyBatch") -> Tensor:
 
 def reference_completions(
     judges: "RewardFunctions",
-    prompts: Sequence["Example"],
+    prompts: Sequence[Example],
     max_completion_length: int,
 ) -> dict[int, Generation]:
-    """The rows' reference completions, judged like a policy's. Collective with a reward model.
+    """The rows' own completions, by index of the row, judged. Collective with a reward model.
 
     They are tokenised as for training: one longer than `max_completion_length` is cut for judges of
-    single completions, and counts as not stopped; its text stays whole.
-
-    Returns:
-        By index of the prompt; rows with an empty or no column `completion` are left out.
+    single completions, and counts as not stopped; its text stays whole. Empty ones are left out.
     """
     from common.sampling.sampler import Rollouts
     from common.text.chat import render
@@ -248,7 +227,7 @@ def reference_completions(
     return dict(zip(texts, judged, strict=True))
 
 
-def reference_text(example: "Example") -> str:
+def reference_text(example: Example) -> str:
     """A row's reference completion, of messages the last one; empty if it has none."""
     from common.text.chat import is_messages
 
@@ -260,7 +239,7 @@ def reference_text(example: "Example") -> str:
 
 def judge_completions(
     judges: "RewardFunctions",
-    prompts: Sequence["Example"],
+    prompts: Sequence[Example],
     rollouts: "Rollouts",
     texts: Sequence[str],
     references: Sequence[str],
@@ -272,15 +251,15 @@ def judge_completions(
     """
     from common.text.chat import as_answers
 
-    by_judge: dict[str, Tensor] = {}
+    rewards: dict[str, list[float]] = {}
     if judges.functions:
-        by_judge = judges.score(prompts, rollouts).by_function  # (N, K) each
+        by_function = judges.score(prompts, rollouts).by_function  # (N, K) each
+        rewards = {judge: values.flatten().tolist() for judge, values in by_function.items()}
     k = len(texts) // max(1, len(prompts))
     messages = [example.messages for example in prompts for _ in range(k)]
     tokenizer = judges.vocabulary.tokenizer
     judged_texts = as_answers(rollouts.texts(tokenizer), messages, tokenizer)
     extracted = judges.extracted_answers(judged_texts)  # the answers that rewards compare
-    rewards = {judge: values.flatten().tolist() for judge, values in by_judge.items()}
     return [
         Generation(
             completion=text,
@@ -298,8 +277,6 @@ def judge_completions(
 
 def rouge(text: str, reference: str) -> dict[str, float]:
     """ROUGE-1, -2 and -L of a text; none with an empty reference."""
-    from common.text.overlap import rouge_l, rouge_n
-
     if not reference.strip():
         return {}
     by_n = {f"rouge_{n}": rouge_n(text, reference, n) for n in (1, 2)}

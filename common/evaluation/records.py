@@ -18,16 +18,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from common.data import Example
 from common.distributed import is_rank0
 from common.evaluation.intervals import Floats, finite_vector
 from common.record.jsonl import json_line, read_jsonl, write_atomically
-
-if TYPE_CHECKING:
-    from common.data import Example
 
 SCORES = "scores.jsonl"
 COMPLETIONS = "completions.jsonl"
@@ -43,8 +41,8 @@ class EvaluationRows:
 
     dataset: str  # of the pairs, without pairs of the prompts
     split: str
-    pairs: Sequence["Example"]
-    prompts: Sequence["Example"]
+    pairs: Sequence[Example]
+    prompts: Sequence[Example]
 
 
 @dataclass
@@ -61,7 +59,7 @@ class PairScores:
         self.scores |= scores
 
 
-def describe_pairs(examples: Sequence["Example"], dataset: str, split: str) -> list[dict[str, Any]]:
+def describe_pairs(examples: Sequence[Example], dataset: str, split: str) -> list[dict[str, Any]]:
     """The lines of `scores.jsonl`, without the scores."""
     return [
         {
@@ -78,17 +76,8 @@ def describe_pairs(examples: Sequence["Example"], dataset: str, split: str) -> l
     ]
 
 
-def write_scores(path: Path, table: PairScores) -> None:
-    """Write `scores.jsonl`, atomically; numbers are exact."""
-    lines = (
-        pair | {"scores": {name: scores[i].tolist() for name, scores in table.scores.items()}}
-        for i, pair in enumerate(table.pairs)
-    )
-    write_atomically(path, map(json_line, lines))
-
-
 def read_scores(path: Path) -> PairScores:
-    """Read the file of `write_scores`."""
+    """Read `scores.jsonl`."""
     pairs = read_jsonl(path)
     lines = [pair.pop("scores") for pair in pairs]
     return PairScores(
@@ -170,13 +159,8 @@ def add_system(
             record.further[name] = further
 
 
-def write_completions(records: Sequence[PromptRecord], output_dir: Path) -> None:
-    """Write `completions.jsonl`, atomically. Rank 0 only."""
-    write_atomically(output_dir / COMPLETIONS, map(json_line, map(asdict, records)))
-
-
 def read_completions(output_dir: Path) -> list[PromptRecord]:
-    """Read the file of `write_completions`; [] without it."""
+    """Read `completions.jsonl`; [] without it."""
     records = []
     for line in read_jsonl(output_dir / COMPLETIONS):
         line["reference"] = line["reference"] and Generation(**line["reference"])
@@ -190,31 +174,43 @@ def read_completions(output_dir: Path) -> list[PromptRecord]:
     return records
 
 
-# ---- results -------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def write_records(
+    table: PairScores, prompt_records: Sequence[PromptRecord], output_dir: Path
+) -> None:
+    """Write the records so far on rank 0, so that a judge that fails later loses none of them.
+
+    Each file is replaced atomically; numbers are exact.
+    """
+    if not is_rank0():
+        return
+    if table.pairs:
+        scored = (
+            pair | {"scores": {name: scores[i].tolist() for name, scores in table.scores.items()}}
+            for i, pair in enumerate(table.pairs)
+        )
+        write_atomically(output_dir / SCORES, map(json_line, scored))
+    if prompt_records:
+        lines = map(json_line, map(asdict, prompt_records))
+        write_atomically(output_dir / COMPLETIONS, lines)
 
 
 @dataclass
 class Results:
-    """Results of an evaluation: the content of `results.json`, which a report reads.
-
-    Attributes:
-        attainable_accuracy: Best accuracy that the labels allow; None where it is not known.
-        systems: As `summary.describe_system`.
-        comparison: As `summary.compare`; None without pairs.
-        reference_completions: As `summary.summarise`, of the rows' own completions; None without.
-        win_rates: As `win_rates.win_rate`.
-    """
+    """Results of an evaluation: the content of `results.json`, which a report reads."""
 
     dataset: str = ""
     split: str = ""
     num_pairs: int = 0
     num_prompts: int = 0
     num_generations: int = 1
-    attainable_accuracy: float | None = None
-    systems: list[dict[str, Any]] = field(default_factory=list)
-    comparison: dict[str, Any] | None = None
-    reference_completions: dict[str, Any] | None = None
-    win_rates: list[dict[str, Any]] = field(default_factory=list)
+    attainable_accuracy: float | None = None  # the best that the labels allow, where it is known
+    systems: list[dict[str, Any]] = field(default_factory=list)  # as `summary.describe_system`
+    comparison: dict[str, Any] | None = None  # as `summary.compare`; None without pairs
+    reference_completions: dict[str, Any] | None = None  # as `summary.summarise`
+    win_rates: list[dict[str, Any]] = field(default_factory=list)  # as `win_rates.win_rate`
 
 
 def write_results(results: Results, output_dir: Path) -> None:

@@ -1,18 +1,13 @@
 """The reward and the reference of the run that wrote a policy."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from common.evaluation.split import ImplicitReward
 from common.record.run_folder import config_of_run
 
-if TYPE_CHECKING:
-    from common.evaluation.split import ImplicitReward
 
-
-def reward_of_run(path: str) -> "ImplicitReward":
+def reward_of_run(path: str) -> ImplicitReward:
     """The reward by which the run that wrote a policy judges pairs; of no run log(pi / ref)."""
-    from common.evaluation.split import ImplicitReward
-
     settings = config_of_run(path)
     names = ("loss_type", "reference_free", "ld_alpha")
     is_dpo = all(name in settings for name in names)

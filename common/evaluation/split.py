@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,16 +31,12 @@ def score_examples(
 ) -> Tensor:
     """Score every completion of every example, those of equal prompts together. Collective.
 
-    Args:
-        model: a `Policy` (log-probability of the completion) or a `RewardModel` (reward).
-        examples: N prompts with K completions each.
-        config: how much is scored at once on each rank, and in which layout.
-        vocabulary: its pad id fills padding.
-        title: what the progress bar says.
-        score: what is computed of a batch, (B,); or (B, S), several numbers of one forward pass.
+    The model is a `Policy` (log-probability of a completion) or a `RewardModel` (reward), unless
+    `score` computes something else of a batch: (B,), or several numbers (B, S) of one forward pass.
 
     Returns:
-        (N, K), or (N, K, S), float64 on the host, the same on every rank.
+        (N, K), or (N, K, S), of N examples with K completions each, float64 on the host, the same
+        on every rank.
     """
     from common.record.terminal import progress_bar
 
@@ -65,13 +60,11 @@ def score_batches(
     model: nn.Module,
     batches: Iterable[AnyBatch],
     num_slots: int,
-    score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
+    score: Callable[[nn.Module, AnyBatch], Tensor],
 ) -> Tensor:
     """Score the completions of every rank's batches, by their slots. Collective.
 
-    Returns:
-        (num_slots,), or (num_slots, S), float64 on the host, the same on every rank; 0 at a slot
-        that is in no batch.
+    Returns (num_slots,), or (num_slots, S), as `score_examples`; 0 at a slot that is in no batch.
     """
     scored, slots, real = [], [], []
     for batch in batches:
@@ -130,12 +123,17 @@ def shorter_lengths(examples: Sequence[Example]) -> Tensor:
 
 
 def tail_weighted_logps(
-    model: nn.Module, batch: AnyBatch, shared_lengths: Tensor, ld_alpha: float
+    model: nn.Module, batches: Iterable[AnyBatch], pairs: Sequence[Example], ld_alpha: float
 ) -> Tensor:
-    """Log-probabilities (B,) of completions whose tails count `ld_alpha`."""
-    shared = shared_lengths[batch.slots // 2]  # (B,)
-    token_logps = model(batch).token_logps  # (B, C)
-    return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
+    """Log-probabilities (N, 2) of N pairs in these batches; tails count `ld_alpha`. Collective."""
+    shared_lengths = shorter_lengths(pairs)  # (N,)
+
+    def score(model: nn.Module, batch: AnyBatch) -> Tensor:
+        shared = shared_lengths[batch.slots // 2]  # (B,)
+        token_logps = model(batch).token_logps  # (B, C)
+        return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
+
+    return score_batches(model, batches, 2 * len(pairs), score).view(-1, 2)
 
 
 @dataclass(frozen=True)
@@ -145,18 +143,12 @@ class ImplicitReward:
     beta (log pi - log ref) (Rafailov et al. 2023, eq. 5); per token with `PER_TOKEN_LOSSES`, and
     without log ref with `REFERENCE_FREE_LOSSES` (SimPO, Meng et al. 2024, eq. 4). Of a sum of
     losses: with the reference if one of them has it, per token if all are.
-
-    Attributes:
-        loss_type: One or several of `PREFERENCE_LOSSES`.
-        beta: Its scale.
-        reference_free: Every completion is as likely in the reference.
-        ld_alpha: What tokens beyond the shorter completion's length count in the log-probs.
     """
 
-    loss_type: Sequence[str] = ("sigmoid",)
+    loss_type: Sequence[str] = ("sigmoid",)  # one or several of `PREFERENCE_LOSSES`
     beta: float = 1.0
-    reference_free: bool = False
-    ld_alpha: float = 1.0
+    reference_free: bool = False  # every completion is as likely in the reference
+    ld_alpha: float = 1.0  # weight of tokens beyond the shorter completion's length in log-probs
 
     @property
     def needs_reference(self) -> bool:
@@ -184,11 +176,8 @@ def pair_logps(
         return score_examples(policy, pairs, config, vocabulary, title)
     # Where tails begin depends on the other completion of the row, so no row is left out.
     rows = list(range(distributed.rank(), len(pairs), distributed.world_size()))
-    weighted = partial(
-        tail_weighted_logps, shared_lengths=shorter_lengths(pairs), ld_alpha=ld_alpha
-    )
     batches = data.micro_batches(pairs, rows, config, vocabulary)
-    return score_batches(policy, batches, 2 * len(pairs), weighted).view(-1, 2)
+    return tail_weighted_logps(policy, batches, pairs, ld_alpha)
 
 
 def preferences(
@@ -202,28 +191,22 @@ def preferences(
     """Preference accuracy of a reward model or a policy, and its scores. Collective.
 
     A policy is judged by its implicit `reward`, with the reference's `pair_logps` (N, 2) if that
-    needs them.
-
-    Returns:
-        Accuracy with its interval, and the scores (N, 2).
+    needs them. The scores are (N, 2).
     """
-    from common.evaluation.intervals import preference_accuracy
+    from common.evaluation.intervals import outcomes, preference_accuracy
 
     if reward is None:
         scores = score_examples(model, pairs, config, vocabulary, "scoring pairs")  # (N, 2)
     else:
         logps = pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
         scores = reward(logps, ref_logps, data.lengths(pairs)[:, 1:])
-    return preference_accuracy(scores[:, 0], scores[:, 1]), scores
+    return preference_accuracy(outcomes(*scores.unbind(1))), scores
 
 
 def add_pair_metrics(metrics: "Accumulator", rewards: Tensor, real: Tensor) -> None:
-    """Add the metrics of pairs.
+    """Add the metrics of N pairs by their rewards (N, 2), implicit ones or a reward model's.
 
-    Args:
-        metrics: gets chosen_reward, rejected_reward, reward_margin and accuracy (a tie is a half).
-        rewards: (N, 2) of chosen and rejected: of a reward model, or implicit ones.
-        real: (N,) bool, False = filler that counts nowhere.
+    Where `real` (N,) is False a pair is filler that counts nowhere.
     """
     chosen, rejected = rewards.detach().unbind(-1)  # (N,) each
     columns = {

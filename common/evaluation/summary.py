@@ -16,15 +16,10 @@ from typing import Any
 import numpy as np
 
 from common.evaluation import intervals
-from common.evaluation.intervals import (
-    MIN_PROMPTS,
-    Floats,
-    Numbers,
-    mean_over_prompts,
-    share_over_prompts,
-)
+from common.evaluation.intervals import Floats, Numbers, mean_over_prompts, share_over_prompts
 from common.evaluation.records import REFERENCE, PairScores, PromptRecord
 from common.record.run_folder import folder_of_run, run_cost
+from common.text.overlap import distinct_share
 
 MEANS = ("kl", "rouge_1", "rouge_2", "rouge_l")
 
@@ -73,7 +68,7 @@ def accuracies(wins: Mapping[str, Floats], clusters: Numbers) -> dict[str, dict[
     means = intervals.bootstrap_means(np.stack(list(wins.values()), axis=1), clusters)  # (R, S)
     by_system = {}
     for (name, counts), column in zip(wins.items(), means.T, strict=True):
-        accuracy = asdict(intervals.accuracy_of(counts))
+        accuracy = asdict(intervals.preference_accuracy(counts))
         low, high = prompt_interval(column, accuracy["accuracy"], num_prompts)
         over_prompts = {"num_prompts": num_prompts, "prompt_low": low, "prompt_high": high}
         by_system[name] = accuracy | over_prompts
@@ -84,7 +79,7 @@ def prompt_interval(
     means: Floats, estimate: float, num_prompts: int
 ) -> tuple[float, float] | tuple[None, None]:
     """The interval of bootstrap means (R,) over prompts, None with too few prompts."""
-    if num_prompts < MIN_PROMPTS:
+    if num_prompts < intervals.MIN_PROMPTS:
         return None, None
     return intervals.percentile_interval(means, estimate)
 
@@ -93,11 +88,8 @@ def paired_differences(wins: Mapping[str, Floats], clusters: Numbers) -> list[di
     """Differences between every two systems, earlier minus later ones.
 
     A pair is discordant if it counts more for one system (a tie counts one half). p-values are not
-    corrected for the number of comparisons.
-
-    Args:
-        wins: (N,) outcomes of each system on the same pairs.
-        clusters: (N,) which pairs belong together, as in `bootstrap_means`.
+    corrected for the number of comparisons. `wins` has the outcomes (N,) of each system on the same
+    pairs, `clusters` (N,) is as in `bootstrap_means`.
 
     Returns:
         first, second: names; difference: of their accuracies, in [-1, 1]; low, high: its 95% paired
@@ -152,8 +144,6 @@ def summarise(records: Sequence[PromptRecord], name: str) -> dict[str, Any] | No
         `distinct_completions`, a share; `pass_rates` by judge that only says 0 or 1, if there is
         any, as `pass_rates.pass_rates`.
     """
-    from common.text.overlap import distinct_share
-
     check_judges = checks(records)
     records = [record for record in records if record.of(name)]
     if not records:
@@ -223,15 +213,8 @@ def describe_system(
     """A system's row: accuracy on all pairs, the cost of its run, its generations.
 
     `gold_reward` and `reward` are two of the `rewards`: of the function `gold`, and of the first
-    reward model.
-
-    Args:
-        path: Of its model.
-        score_name: Name in the comparison of the scores that its accuracy is of.
-        names: Names of systems and judges by path.
-        reward_models: Paths.
-        comparison: As `compare`, if there are pairs.
-        prompt_records: Completions, if any.
+    reward model. `names` has the names of systems and judges by path, `reward_models` paths. The
+    accuracy is that of `score_name` in the comparison, if there are pairs.
     """
     name = names[path]
     compared = {row["name"]: row["accuracy"] for row in (comparison or {}).get("systems", [])}

@@ -23,14 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from common.evaluation.intervals import (
-    MIN_PROMPTS,
-    Floats,
-    cluster_numbers,
-    percentile_interval,
-    resamples,
-    share_over_prompts,
-)
+from common.evaluation import intervals
+from common.evaluation.intervals import Floats
 from common.evaluation.records import PromptRecord, system_names
 from common.losses import wins as wins_of
 
@@ -46,8 +40,7 @@ NUMBERS_AT_ONCE = 2**21  # resamples times prompts
 def all_win_rates(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     """Every system against every earlier one and against the rows' own completions, by every judge.
 
-    Returns:
-        As `win_rate`; a judge that compared nothing of two systems is left out.
+    A judge that compared nothing of two systems is left out.
     """
     rates = []
     generations = [generation for record in records for generation in record.systems.values()]
@@ -78,7 +71,7 @@ def win_rate(records: Sequence[PromptRecord], a: str, b: str, judge: str) -> dic
     prompts = [prompt for prompt, _, _ in rows]
     verdicts = [wins for _, wins, _ in rows]
     differences = [difference for _, _, difference in rows]
-    share = share_over_prompts(verdicts, prompts)
+    share = intervals.share_over_prompts(verdicts, prompts)
     return share and {
         "a": a,
         "b": b,
@@ -139,20 +132,20 @@ def length_controlled(
     wins, differences = np.asarray(verdicts, float), np.asarray(length_differences, float)
     if differences.min() == differences.max() != 0 or wins.min() == wins.max():
         return None
-    numbers = cluster_numbers(clusters)
+    numbers = intervals.cluster_numbers(clusters)
     num_clusters = int(numbers.max()) + 1
-    if num_clusters < MIN_PROMPTS:
+    if num_clusters < intervals.MIN_PROMPTS:
         return None
     covariate = np.tanh(differences / (differences.std() or 1.0))
     fitted = fit_logistic(covariate, wins, np.ones((1, wins.size)))  # (1, 2)
     at_once = max(1, NUMBERS_AT_ONCE // wins.size)
-    weights = resamples(num_clusters)  # (G,) each
+    weights = intervals.resamples(num_clusters)  # (G,) each
     chunks = iter(lambda: list(islice(weights, at_once)), [])
     thetas = np.concatenate(
         [fit_logistic(covariate, wins, np.stack(c)[:, numbers], fitted)[:, 0] for c in chunks]
     )
     win_rate, length_effect = float(expit(fitted[0, 0])), float(fitted[0, 1])
-    low, high = percentile_interval(expit(thetas), win_rate)
+    low, high = intervals.percentile_interval(expit(thetas), win_rate)
     return {"win_rate": win_rate, "low": low, "high": high, "length_effect": length_effect}
 
 
@@ -165,13 +158,8 @@ def fit_logistic(
     section 2.5), on the log-likelihood less PENALTY / 2 times the slope squared; all R at once,
     where a call of a library's minimiser for each resample takes seconds. A step is shortened until
     no linear predictor moves by more than 1/2: up to there the second derivative grows by less than
-    a factor e^(1/2) (Bach 2010, lemma 1), so that every step climbs.
-
-    Args:
-        covariate: (N,) within [-1, 1].
-        outcomes: (N,) within [0, 1].
-        weights: (R, N), not negative, each row with a positive sum.
-        start: First guess, (1, 2) or (R, 2).
+    a factor e^(1/2) (Bach 2010, lemma 1), so that every step climbs. The covariate (N,) is within
+    [-1, 1]; the first guess, `start`, is (1, 2) or (R, 2).
 
     Returns:
         (R, 2) intercepts, within +-MAX_INTERCEPT, and slopes.

@@ -119,12 +119,7 @@ def training_logps(
         for step in progress(steps, "reference")
         for batch in data.micro_batches(train_set, order.rows(step), config, vocabulary)
     )
-    score_batch = partial(
-        split.tail_weighted_logps,
-        shared_lengths=split.shorter_lengths(train_set),
-        ld_alpha=config.ld_alpha,
-    )
-    logps = split.score_batches(reference, batches, 2 * len(train_set), score_batch).view(-1, 2)
+    logps = split.tail_weighted_logps(reference, batches, train_set, config.ld_alpha)
     is_seen = torch.zeros(len(train_set), 1, dtype=torch.bool)
     is_seen[order.rows_until(len(steps))] = True
     return logps.where(is_seen, torch.nan)

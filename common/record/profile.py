@@ -20,12 +20,9 @@ NUM_ROWS = 25  # of a table
 def start_profiler(config: TrainConfig, num_left: int, start_step: int) -> Any:
     """A started `torch.profiler.profile`; its `step` ends a step and writes after the last one.
 
-    Time between that call and the next step, such as an evaluation, counts for the next step.
-
-    Args:
-        config: `profile_steps` are recorded after the warm-up, or as many as are left.
-        num_left: steps that the run has left, at least 1; a single one gets no warm-up.
-        start_step: number of steps made by earlier launches.
+    Time between that call and the next step, such as an evaluation, counts for the next step. A run
+    with `num_left` steps left, at least 1, records fewer than `profile_steps` if it must, and a
+    single one without warm-up. Earlier launches made `start_step` steps.
     """
     skip = min(WARMUP_STEPS, num_left - 1)
     num_steps = min(config.profile_steps, num_left - skip)

@@ -28,16 +28,10 @@ REFERENCE_LOGPS = "ref_logps_{}.pt"  # of the training pairs, and of the held-ou
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 
 
-def save_config(file: Path, config: Any) -> None:
-    """Write the resolved values, as a recipe."""
-    import yaml
-
-    write_atomically(file, [yaml.safe_dump(asdict(config), sort_keys=False)])
-
-
 def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
     """Write `config.yaml` and `environment.json`. Rank 0 only."""
     import torch
+    import yaml
 
     from common.text import sources
 
@@ -59,7 +53,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
     output_dir.mkdir(parents=True, exist_ok=True)
-    save_config(output_dir / CONFIG, config)
+    write_atomically(output_dir / CONFIG, [yaml.safe_dump(asdict(config), sort_keys=False)])
     write_atomically(output_dir / ENVIRONMENT, [json.dumps(environment, indent=2) + "\n"])
 
 

@@ -153,14 +153,9 @@ def log_systems(results: Results, config: Any) -> None:
 
 
 def write_report(results: Results, output_dir: str | Path) -> list[Path]:
-    """Write `report.html`, `report.md` and their pictures in `plots` of a chain that was evaluated.
+    """Write `report.html`, `report.md` and pictures in `plots`; returns the files, on rank 0 only.
 
-    Args:
-        results: what `results.json` holds; curves are those of the runs that made the systems.
-        output_dir: holds `completions.jsonl`, and gets the report.
-
-    Returns:
-        The files written, none on other ranks than 0.
+    `output_dir` holds `completions.jsonl`. Curves are of the runs that made the systems.
     """
     if not is_rank0():
         return []

@@ -1,7 +1,7 @@
 """Figures of an evaluation, drawn from `results.json`."""
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,16 @@ MODEL_SCORE = "Reward-model score of completions"
 
 def summary_figures(results: Results, colours: Mapping[str, str], folder: Path) -> list[Path]:
     """Draw each system's accuracy and reward, a picture for each that was measured."""
-    drawn: dict[str, Callable[..., None]] = {}
-    if results.num_pairs:
-        drawn["accuracy"] = draw_accuracy
-    if main_reward(results.systems)[0]:
-        drawn["reward"] = draw_reward
     pictures = []
-    with style():
-        for name, draw in drawn.items():
-            figure = titled_figure("", 4.6, 3.8)
-            draw(figure.add_subplot(), results, colours)
-            pictures.append(save(figure, folder / f"{name}.png"))
+    for name, draw, is_measured in (
+        ("accuracy", draw_accuracy, results.num_pairs > 0),
+        ("reward", draw_reward, main_reward(results.systems)[0] != ""),
+    ):
+        if is_measured:
+            with style():
+                figure = titled_figure("", 4.6, 3.8)
+                draw(figure.add_subplot(), results, colours)
+                pictures.append(save(figure, folder / f"{name}.png"))
     return pictures
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.distributed import is_rank0
 from common.record.run_folder import ENVIRONMENT, read_config
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
@@ -34,12 +33,10 @@ def write_page(
     blocks: Sequence[Block],
     facts: Mapping[str, str],
 ) -> list[Path]:
-    """Write `report.html` and `report.md` of the same content; the files, none on ranks but 0.
+    """Write `report.html` and `report.md` of the same content; returns both. Rank 0 only.
 
     The same blocks and facts give the same bytes. The facts are below the title.
     """
-    if not is_rank0():
-        return []
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     files = {

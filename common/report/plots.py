@@ -115,17 +115,6 @@ def titled_figure(title: str, width: float, height: float) -> Any:
     return figure
 
 
-def titled_grid(title: str, number: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure, and the axes of so many panels in it, three in a row, of so many inches each."""
-    num_columns = min(3, number)
-    num_rows = math.ceil(number / num_columns)
-    figure = titled_figure(title, width * num_columns, height * num_rows + 0.5)
-    grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
-    for axes in grid[number:]:
-        axes.set_visible(False)
-    return figure, list(grid[:number])
-
-
 # --- curves ---
 
 
@@ -207,9 +196,12 @@ def plot_run(output_dir: str | Path) -> list[Path]:
     colours = sorted(COLOURS, key=lambda colour: colour != colour_of_run)  # the run's first
     note = " (bold: moving mean)" if len(records) > SMOOTH_ABOVE else ""
     title = f"Training curves of {name}{note}"
+    num_columns = min(3, len(panels))
+    num_rows = math.ceil(len(panels) / num_columns)
     with style():
-        figure, grid = titled_grid(title, len(panels), 4, 2.7)
-        for axes, panel in zip(grid, panels, strict=True):
+        figure = titled_figure(title, 4 * num_columns, 2.7 * num_rows + 0.5)
+        for number, panel in enumerate(panels, 1):
+            axes = figure.add_subplot(num_rows, num_columns, number)
             draw_panel(axes, panel, colours)
             if len(panel.lines) > 1:
                 draw_legend(axes)

@@ -121,9 +121,7 @@ def training_texts(rows: Sequence[Row]) -> list[Completion]:
 def row_tokens(row: Row, prefix: str = "") -> tuple[list[str], dict[str, list[float]]]:
     """The tokens of a row of `samples.jsonl`, and values of each; nothing in an older file.
 
-    Args:
-        row: With `tokens`, `token_logps`, and perhaps `ref_token_logps` (nats) and `advantage`.
-        prefix: Of those names: "chosen_" or "rejected_" for the completions of a pair.
+    Of a completion of a pair, the names in the row have the prefix "chosen_" or "rejected_".
     """
     texts, logps = row.get(f"{prefix}tokens"), row.get(f"{prefix}token_logps")
     if not texts or not logps:

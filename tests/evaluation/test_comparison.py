@@ -182,7 +182,7 @@ def random_table(seed: int, num_pairs: int = 12) -> PairScores:
 
 def test_a_table_is_read_as_it_was_written_to_the_last_bit(tmp_path: Path):
     table = random_table(0)
-    records.write_scores(tmp_path / "scores.jsonl", table)
+    records.write_records(table, [], tmp_path)
     again = records.read_scores(tmp_path / "scores.jsonl")
     assert again.pairs == table.pairs
     for name, scores in table.scores.items():

@@ -26,7 +26,7 @@ from common.config.parser import parse
 from common.data import Example
 from common.evaluation import measure, records, summary
 from common.evaluation.intervals import mean_over_prompts
-from common.evaluation.records import BASELINES, REFERENCE, read_scores
+from common.evaluation.records import BASELINES, REFERENCE, PairScores, read_scores
 from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load
@@ -208,7 +208,7 @@ def test_every_number_is_a_function_of_the_file(folder, results):
             assert {key: system[key] for key in means} == means
     assert results["reference_completions"] == summary.summarise(answers, REFERENCE)
     assert results["win_rates"] == all_win_rates(answers)
-    records.write_completions(answers, folder)
+    records.write_records(PairScores([]), answers, folder)
     written = [(path / "completions.jsonl").read_bytes() for path in (folder, folder / "one")]
     assert written[0] == written[1]
 

@@ -14,6 +14,7 @@ from common.evaluation.intervals import (
     cluster_numbers,
     interval_cell,
     mean_interval,
+    outcomes,
     percentile_interval,
     preference_accuracy,
     wilson_interval,
@@ -58,7 +59,7 @@ def test_no_interval_leaves_out_what_it_is_of() -> None:
 def test_preference_accuracy_counts_a_tie_as_one_half() -> None:
     chosen = torch.tensor([2.0, 1.0, 0.5, 3.0, -1.0])
     rejected = torch.tensor([1.0, 1.0, 0.7, 3.0, -2.0])
-    result = preference_accuracy(chosen, rejected)  # 2 wins, 2 ties, 1 loss
+    result = preference_accuracy(outcomes(chosen, rejected))  # 2 wins, 2 ties, 1 loss
     assert result.accuracy == pytest.approx(3 / 5)
     assert (result.num_pairs, result.num_ties) == (5, 2)
     assert (result.low, result.high) == wilson_interval(3, 5)
@@ -67,22 +68,22 @@ def test_preference_accuracy_counts_a_tie_as_one_half() -> None:
 def test_preference_accuracy_is_antisymmetric_and_half_for_a_constant_score() -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randint(0, 4, (2, 200), generator=generator).float()
-    there, back = preference_accuracy(scores[0], scores[1]), preference_accuracy(*scores.flip(0))
+    there, back = (preference_accuracy(outcomes(*each)) for each in (scores, scores.flip(0)))
     assert there.accuracy + back.accuracy == pytest.approx(1)
     assert there.accuracy != 0.5
-    assert preference_accuracy([0.0] * 7, [0.0] * 7).accuracy == 0.5
+    assert preference_accuracy(outcomes([0.0] * 7, [0.0] * 7)).accuracy == 0.5
 
 
 def test_bfloat16_scores_tie_only_where_they_are_equal() -> None:
     chosen = torch.tensor([1.0, 1.001], dtype=torch.bfloat16)  # 1.001 rounds to 1
-    result = preference_accuracy(chosen, torch.ones(2, dtype=torch.bfloat16))
+    result = preference_accuracy(outcomes(chosen, torch.ones(2, dtype=torch.bfloat16)))
     assert (result.accuracy, result.num_ties) == (0.5, 2)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_scores_that_are_not_finite_are_refused(bad: float) -> None:
     with pytest.raises(RuntimeError, match="1 of 2 values are not finite"):
-        preference_accuracy([1.0, bad], [0.0, 0.0])
+        outcomes([1.0, bad], [0.0, 0.0])
     with pytest.raises(RuntimeError, match="1 of 2 values are not finite"):
         mean_interval([1.0, bad])
 
@@ -91,8 +92,8 @@ def test_impossible_counts_and_shapes_that_do_not_pair_up_are_refused() -> None:
     for call in (
         lambda: wilson_interval(1, 0),
         lambda: wilson_interval(3, 2),
-        lambda: preference_accuracy([1.0, 2.0], [1.0]),
-        lambda: preference_accuracy(torch.ones(2, 1), torch.zeros(2, 1)),
+        lambda: outcomes([1.0, 2.0], [1.0]),
+        lambda: outcomes(torch.ones(2, 1), torch.zeros(2, 1)),
         lambda: mean_interval([]),
     ):
         with pytest.raises(AssertionError):

@@ -229,9 +229,8 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     systems = {name: Generation(text, 9, True) for name, text in made.items()}
     own = Generation(" The facts.", 3, True)
     (tmp_path / "eval").mkdir()
-    records.write_completions(
-        [PromptRecord(0, "A post.\n\nTL;DR:", own, systems)], tmp_path / "eval"
-    )
+    made_records = [PromptRecord(0, "A post.\n\nTL;DR:", own, systems)]
+    records.write_records(records.PairScores([]), made_records, tmp_path / "eval")
     results.systems[0]["path"] = str(run_dir / "checkpoints" / "step_00000050" / "model")
     results.systems[1]["path"] = str(tmp_path / "none/model")
     written = write_report(results, tmp_path / "eval")

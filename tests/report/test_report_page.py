@@ -192,12 +192,6 @@ def test_facts_come_from_the_run(tmp_path: Path) -> None:
     }
 
 
-def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.report.page.is_rank0", lambda: False)
-    assert write_page(tmp_path / "a", "T", ["x"], {}) == []
-    assert not (tmp_path / "a").exists()
-
-
 def test_markdown_has_the_same_content(tmp_path: Path) -> None:
     _, path = write_page(tmp_path, "Title", every_block(tmp_path), {"seed": "7"})
     text = path.read_text()
