@@ -81,20 +81,12 @@ def on_device(tensor: Any, device: torch.device | str) -> Any:
 
 @dataclass
 class _EitherBatch:
-    """Fields and methods of a batch of B completions in either layout.
+    """Fields and methods of a batch of B completions in either layout."""
 
-    Attributes:
-        completion_mask: (B, C) bool, True = a token that counts in the loss; all False in a row
-            that is not real.
-        is_real: (B,) bool; False = a row that only keeps the ranks in step and has no weight.
-        slots: (B,) int64, each completion's index in the caller's tensors; 0 if not real.
-        rows: B numbers, the row of the data set that each completion's prompt came from, or -1.
-    """
-
-    completion_mask: Tensor
-    is_real: Tensor
-    slots: Tensor
-    rows: list[int]
+    completion_mask: Tensor  # (B, C) bool, True = the token counts in the loss; False if not real
+    is_real: Tensor  # (B,) bool, False = a row that only keeps the ranks in step, without weight
+    slots: Tensor  # (B,) int64, each completion's index in the caller's tensors; 0 if not real
+    rows: list[int]  # B rows of the data set that the prompts came from, or -1
 
     @property
     def num_tokens(self) -> Tensor:
@@ -113,16 +105,11 @@ class PaddedBatch(_EitherBatch):
 
     The rows of a prompt are neighbours (prompt-major; B = N * K if each has K); the last C columns
     of the ids are the completion.
-
-    Attributes:
-        input_ids: (B, T) int64, prompt padded on the left, completion on the right; T = P + C.
-        attention_mask: (B, T) bool, True = a real token.
-        position_ids: (B, T) int64, see `position_ids`.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
+    input_ids: Tensor  # (B, T) int64, prompt padded on the left, completion on the right; T = P + C
+    attention_mask: Tensor  # (B, T) bool, True = a real token
+    position_ids: Tensor  # (B, T) int64, see the function of this name
 
     @property
     def completion_ids(self) -> Tensor:
@@ -180,27 +167,18 @@ class Layout:
 
     The *tail* of a prompt is its last token and its completions: only these columns of the last
     hidden states are read.
-
-    Attributes:
-        trunks: Per prompt the columns (start, end of the prompt, end of the trunk, end of the last
-            branch), as half-open ranges.
-        branch_index: (R, L) int64, the columns of R branches, filled up on the right with 0.
-        branch_mask: (R, L) bool, True = a token of the branch.
-        branch_owner: (R,) int64, the prompt of each branch.
-        tail: (S,) int64, the columns of all tails.
-        longest: Tokens of the longest prompt with a completion.
-        keys_by_layer: If given, every layer puts its keys and values in it, (1, H, T, d) each.
-        index_cache: Index tensors that attention derives from the columns, for all layers. No
-            container, of which FSDP would give each layer a copy.
     """
 
+    # Per prompt: start, end of the prompt, of the trunk, of the last branch, as half-open ranges
     trunks: list[tuple[int, int, int, int]]
-    branch_index: Tensor
-    branch_mask: Tensor
-    branch_owner: Tensor
-    tail: Tensor
-    longest: int
-    keys_by_layer: KeysByLayer | None = None
+    branch_index: Tensor  # (R, L) int64, the columns of R branches, filled up on the right with 0
+    branch_mask: Tensor  # (R, L) bool, True = a token of the branch
+    branch_owner: Tensor  # (R,) int64, the prompt of each branch
+    tail: Tensor  # (S,) int64, the columns of all tails
+    longest: int  # tokens of the longest prompt with a completion
+    keys_by_layer: KeysByLayer | None = None  # if given, layers put theirs in it, (1, H, T, d) each
+    # Index tensors that attention derives from the columns, for all layers. No container, of which
+    # FSDP would give each layer a copy.
     index_cache: Any = field(default_factory=lambda: SimpleNamespace(gathers={}))
 
     def to(self, device: torch.device | str) -> "Layout":
@@ -216,24 +194,15 @@ class SharedPrefixBatch(_EitherBatch):
 
     A loss uses it like a `PaddedBatch` (masks of B = N * K completions of C tokens). A completion's
     position ids continue its prompt's, wherever it is in the row.
-
-    Attributes:
-        input_ids: (1, T) int64, T = the sum of all lengths.
-        position_ids: (1, T) int64.
-        layout: Which token sees which.
-        completion_ids: (B, C) int64, padded on the right.
-        predictors: (M,) int64, the columns before the M completion tokens: each predicts one.
-        token_index: (M,) int64, index of each of those tokens in (B, C), flattened.
-        last: (B,) int64, the column of each completion's last token.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    layout: Layout
-    completion_ids: Tensor
-    predictors: Tensor
-    token_index: Tensor
-    last: Tensor
+    input_ids: Tensor  # (1, T) int64, T = the sum of all lengths
+    position_ids: Tensor  # (1, T) int64
+    layout: Layout  # which token sees which
+    completion_ids: Tensor  # (B, C) int64, padded on the right
+    predictors: Tensor  # (M,) int64, the columns before the M completion tokens: each predicts one
+    token_index: Tensor  # (M,) int64, index of each of those tokens in (B, C), flattened
+    last: Tensor  # (B,) int64, the column of each completion's last token
 
 
 AnyBatch = PaddedBatch | SharedPrefixBatch
