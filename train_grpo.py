@@ -56,13 +56,7 @@ from common.grpo.minibatches import MicroBatch
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
 from common.grpo.sampler_correction import off_policy_mask, sampler_drift, sampler_weights
-from common.losses import (
-    aggregate,
-    clipped_tokens,
-    kl_estimate,
-    policy_loss,
-    probability_ratio,
-)
+from common.losses import aggregate, clipped_tokens, kl_estimate, policy_loss, probability_ratio
 from common.model import fsdp, load
 from common.run import Run
 

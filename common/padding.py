@@ -19,13 +19,8 @@ def position_ids(mask: Tensor) -> Tensor:
     """Positions that count real tokens only, so that padding changes no log-probability.
 
     A model with learned positions (GPT-2) that is not given them also counts padding on the left.
-
-    Args:
-        mask: (B, T) bool, True = a real token.
-
-    Returns:
-        (B, T) int64, never negative: 0 at a row's first real token and on the padding before it;
-        padding behind repeats the last position.
+    The mask is (B, T) bool, True = a real token; positions are (B, T) int64, never negative: 0 at a
+    row's first real token and on the padding before it; padding behind repeats the last position.
     """
     return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
@@ -37,11 +32,7 @@ def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor
 
 
 def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad rows on the right to the longest one.
-
-    Args:
-        rows: B rows of token ids; a row may be empty.
-        pad_id: Id that fills the padding.
+    """Pad B rows of ids, which may be empty, on the right to the longest one.
 
     Returns:
         ids (B, T) int64; mask (B, T) bool, True = a token of the row. Both on the CPU.
@@ -56,11 +47,7 @@ def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tenso
 
 
 def cut_at_stop(completion_ids: Tensor, stop_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Find where each completion ends: the first stop token counts, what follows it does not.
-
-    Args:
-        completion_ids: (B, C) int64.
-        stop_ids: Token ids that end a completion.
+    """Find where completions (B, C) end: the first stop token counts, what follows it does not.
 
     Returns:
         completion_mask (B, C) bool, True up to and including the first stop token; has_stop (B,)
@@ -119,25 +106,16 @@ class PaddedBatch(_EitherBatch):
 
 
 def padded_batch(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[Sequence[int]]],
-    pad_id: int,
+    prompts: Sequence[Sequence[int]],  # N, none empty: the last token predicts the completion
+    completions: Sequence[Sequence[Sequence[int]]],  # for each prompt some
+    pad_id: int,  # is masked: any id of the vocabulary will do
     *,
-    is_real: Sequence[bool] | None = None,
+    is_real: Sequence[bool] | None = None,  # for each prompt; None: all True
 ) -> PaddedBatch:
-    """Put N prompts with their completions into one row per completion.
+    """Put N prompts with their completions into one row per completion, on the CPU.
 
-    Args:
-        prompts: N rows of token ids, none empty, since the last prompt token predicts the first
-            token of the completion.
-        completions: For each prompt some rows of token ids.
-        pad_id: Id that fills the padding; it is masked, so any id of the vocabulary will do.
-        is_real: For each of the N prompts, False = its rows keep their attention mask (an empty one
-            would give NaN) but count nowhere; default all True.
-
-    Returns:
-        PaddedBatch of B rows on the CPU, those of a prompt next to each other; the slots are 0, 1,
-        ..., the rows of the data set -1, for unknown.
+    The rows of a prompt that is not real keep their attention mask (an empty one would give NaN)
+    but count nowhere. The slots are 0, 1, ..., the rows of the data set -1, for unknown.
     """
     completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real)
     prompt_rows = [

@@ -7,12 +7,7 @@ from common.advantages import BASELINES, REJECTION_METHODS, SCALES
 from common.config.flags import SMALLEST_TEMPERATURE, FrozenFlags, SampleTableFlags, flag, path_flag
 from common.config.stages import TrainConfig
 from common.grpo.sampler_correction import SAMPLER_CORRECTIONS
-from common.losses import (
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    POLICY_OBJECTIVES,
-    RATIO_LEVELS,
-)
+from common.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_OBJECTIVES, RATIO_LEVELS
 from common.sampling.vllm.config import EngineConfig
 
 
