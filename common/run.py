@@ -16,7 +16,6 @@ from common.config.stages import TrainConfig
 from common.data import BatchOrder
 from common.errors import EngineError, UserError, gist
 from common.model import fsdp
-from common.record.metrics import Accumulator
 from common.text.example import Vocabulary
 
 Batch = TypeVar("Batch", bound=Any)  # a batch, or what holds one as its `batch`
@@ -45,6 +44,7 @@ class Run:
         from common.checkpoint.checkpointer import Checkpointer
         from common.model import optim
         from common.record.logger import RunLogger
+        from common.record.metrics import Accumulator
 
         self.config, self.module, self.order = config, module, order
         self.total_steps = order.total_steps(config)  # earlier starts of the run included
@@ -76,11 +76,7 @@ class Run:
 
     @contextmanager
     def kept_if_engine_fails(self) -> Iterator[None]:
-        """Save the run if the engine fails while it samples for a step. Collective.
-
-        Raises:
-            UserError: the engine failed; says how to go on.
-        """
+        """Save the run if the engine fails in sampling; the error says how to go on. Collective."""
         try:
             yield
         except EngineError as error:
@@ -172,11 +168,7 @@ class Run:
         self.publish()
 
     def export(self, shift: Callable[[], float]) -> float:
-        """Write the current weights as the folder `model`; returns `reward_shift`. Collective.
-
-        Raises:
-            UserError: it could not be written; a checkpoint of the last step is kept.
-        """
+        """Write the current weights as the folder `model`; returns `reward_shift`. Collective."""
         from common.checkpoint import export
 
         reward_shift = shift()
