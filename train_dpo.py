@@ -154,7 +154,7 @@ def load_pairs(
 
     if config.pairs_from == "dataset":
         return data.load_splits(config, "preference", vocabulary)
-    eval_set = data.load_held_out_pairs(config, config.dataset_name, vocabulary, is_trained_on=True)
+    eval_set = data.load_held_out_pairs(config, config.dataset_name, vocabulary)
     train_set = pairs_of_run(config, vocabulary, model_config, mesh, is_resumed=is_resumed)
     return train_set, eval_set
 

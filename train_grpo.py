@@ -82,10 +82,7 @@ def main(config: GRPOConfig) -> None:
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
     resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "prompts", vocabulary)
-    name = config.eval_pairs_dataset_name
-    pairs = data.load_held_out_pairs(
-        config, name, vocabulary, is_trained_on=name == config.dataset_name
-    )
+    pairs = data.load_held_out_pairs(config, config.eval_pairs_dataset_name, vocabulary)
     scorer.check_rows(train_set, eval_set)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 
