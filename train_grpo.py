@@ -17,7 +17,6 @@ all of `common/grpo`:
     UpdatePlan          the completions of one optimiser step, in batches by length   minibatches
     OldLogps            log-probabilities under the reference and the old policy      minibatches
     MicroBatch          the completions of one forward pass, with all their tensors   minibatches
-    Update              the micro-batches of one optimiser step                       minibatches
 
 How this differs from the paper:
 1. Rejection sampling of rollouts by raw reward (RSO, Liu et al. 2023, algorithm 1; or exact draws
@@ -135,9 +134,9 @@ def main(config: GRPOConfig) -> None:
             selected, plans, before, advantages, config
         )  # a list for each minibatch
         check_first_rollout(policy, micro_batches, config, step)
-        for update in minibatches.updates(micro_batches, config, run.metrics):
-            for batch in run.micro_batches(update.micro_batches, may_stop=update.is_first):
-                grpo_loss(policy, batch, config, step_monitor, is_new=update.is_new).backward()
+        for batches, is_new in minibatches.updates(micro_batches, config, run.metrics):
+            for batch in run.micro_batches(batches):
+                grpo_loss(policy, batch, config, step_monitor, is_new=is_new).backward()
             run.update()
         step_monitor.end_updates()
         if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:

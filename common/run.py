@@ -54,6 +54,7 @@ class Run:
         self.vocabulary = vocabulary
         self.model_folder = Path(config.output_dir) / "model"  # the exported model
         self.batches: Sequence[Any] = []  # of the current update
+        self.has_updated = False  # in the current step
         settings: dict[str, bytes] = {}  # the exported folder's files but the weights, by name
         if distributed.is_rank0():
             settings = hf_folder.settings_of(module.lm, vocabulary, config)
@@ -71,7 +72,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The remaining steps, counted from 0; each ends with `end_step`."""
         for step in range(self.step, self.total_steps):
-            self.step = step
+            self.step, self.has_updated = step, False
             yield step
 
     @contextmanager
@@ -85,18 +86,18 @@ class Run:
             advice = self.checkpointer.save_before(self.step)
             raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from None
 
-    def micro_batches(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
+    def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """An update's micro-batches, one by one. Collective.
 
         Gradients are reduced in the last one's backward, or with `shard_gradients` in every one.
 
         Raises:
-            Stopped: a signal asked the run to stop, and it is saved. Only if it `may_stop`: no
-                update of this step was made yet.
+            Stopped: a signal asked the run to stop, and it is saved. Only before the first update
+                of a step, which is then dropped as a whole.
         """
         self.batches = batches
         for i, batch in enumerate(batches):
-            if may_stop:
+            if not self.has_updated:
                 self.checkpointer.stop_if_asked(self.step)
             is_last = i == len(batches) - 1
             fsdp.reduce_gradients_in_next_backward(self.module, is_last, self.shards_gradients)
@@ -118,6 +119,7 @@ class Run:
         except optim.NonFiniteError as error:
             rows = non_finite_rows(self.module, self.batches)
             raise RuntimeError(f"{error} {rows}") from None
+        self.has_updated = True
         self.metrics.add_values(**values)
 
     def end_step(
