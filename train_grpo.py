@@ -189,11 +189,9 @@ def sample_and_reward(
         candidates = sampler.sample(
             examples,
             num_samples=config.num_candidates,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
             step=run.step,
             report=run.logger.status,
+            **config.sampling,
         )
     with run.metrics.timed("score_seconds"):
         scored = rollouts.reward(scorer, examples, candidates, config, run.step, run.total_steps)

@@ -80,13 +80,7 @@ class HeldOut:
     def of_prompts(self, step: int, total_steps: int) -> dict[str, float]:
         """Rewards, lengths, stops and KL of the policy's completions of all prompts. Collective."""
         config, prompts = self.config, self.prompts
-        rollouts = self.sampler.sample_shared(
-            prompts,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            title="evaluating",
-        )
+        rollouts = self.sampler.sample_shared(prompts, title="evaluating", **config.sampling)
         measured = self.rewards(rollouts, step, total_steps)  # (N,) each
         checks = {n for n, v in measured.items() if {*v[~v.isnan()].tolist()} <= {0, 1}}
         if checks != measured.keys():  # a total of other things is no share

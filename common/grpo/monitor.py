@@ -50,13 +50,7 @@ def show_samples(
     if not examples:
         return
     try:
-        rollouts = sampler.sample(
-            examples,
-            num_samples=config.num_generations,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-        )
+        rollouts = sampler.sample(examples, num_samples=config.num_generations, **config.sampling)
     except EngineError as error:  # which ends the run when it samples to train, and is saved there
         distributed.print_rank0(f"warning: there is no table of samples: {error}")
         return
