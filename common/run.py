@@ -122,9 +122,7 @@ class Run:
         self.has_updated = True
         self.metrics.add_values(**values)
 
-    def end_step(
-        self, evaluate: Hook | None = None, show_samples: Hook | None = None, **values: Any
-    ) -> None:
+    def end_step(self, evaluate: Hook, show_samples: Hook | None = None, **values: Any) -> None:
         """Log the metrics with `values`, and evaluate, show samples and save where due. Collective.
 
         After the last step `finish` evaluates and shows samples.
@@ -137,7 +135,7 @@ class Run:
         is_last = done == self.total_steps
         if is_last or is_due(done, config.logging_steps):
             self.logger.log_training(done, self.metrics)
-        if evaluate and not is_last and is_due(done, config.eval_steps):
+        if not is_last and is_due(done, config.eval_steps):
             evaluate(done)
         if show_samples and not is_last and is_due(done, config.sample_steps):
             show_samples(done)
