@@ -104,7 +104,10 @@ def main(config: GRPOConfig) -> None:
     sample_groups = partial(sample_and_reward, run, sampler, scorer, config)
     step_monitor = StepMonitor(run.metrics, config)
 
-    evaluate = partial(held_out.log, run.logger)
+    def evaluate(step: int) -> None:
+        if metrics := held_out.measure(step, run.total_steps):
+            run.logger.log(step, metrics)
+
     shown = (eval_set or train_set)[: config.num_sample_prompts]
     show_samples = partial(
         monitor.show_samples, run.logger, sampler, scorer, reference, shown, config

@@ -18,7 +18,6 @@ from common.grpo.rollouts import reward
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.record.glossary import FUNCTION_PREFIX, with_interval
-from common.record.logger import RunLogger
 from common.sampling.sampler import Rollouts, Sampler
 
 if TYPE_CHECKING:
@@ -51,11 +50,6 @@ class HeldOut:
             self.ref_logps = split.score_examples(
                 self.reference, self.pairs, self.config, self.sampler.vocabulary, "reference"
             )
-
-    def log(self, logger: RunLogger, step: int) -> None:
-        """Evaluate after so many steps. Collective."""
-        if metrics := self.measure(step, logger.total_steps):
-            logger.log(step, metrics)
 
     def measure(self, step: int, total_steps: int) -> dict[str, float]:
         """Metrics by name, each with its 95% interval, after `step` of `total_steps`. Collective.
