@@ -154,7 +154,7 @@ def load_pairs(
 
     if config.pairs_from == "dataset":
         return data.load_splits(config, "preference", vocabulary)
-    eval_set = data.load_held_out_pairs(config, config.dataset_name, vocabulary, is_trained_on=True)
+    eval_set = data.load_held_out_pairs(config, config.dataset_name, vocabulary)
     train_set = pairs_of_run(config, vocabulary, model_config, mesh, is_resumed=is_resumed)
     return train_set, eval_set
 
@@ -170,20 +170,13 @@ def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example
 
 
 def pair_losses(
-    logps: Tensor, ref_logps: Tensor, sums: Tensor, lengths: Tensor, config: DPOConfig
+    logps: Tensor,  # (N, 2) nats under the policy, chosen first; tails weighted by `ld_alpha`
+    ref_logps: Tensor,  # (N, 2) the same under the reference
+    sums: Tensor,  # (N, 2) under the policy, unweighted
+    lengths: Tensor,  # (N, 2) tokens
+    config: DPOConfig,
 ) -> Tensor:
-    """The weighted sum of the run's losses of each pair, and the SFT term of its chosen one.
-
-    Args:
-        logps: (N, 2) log-probs under the policy, chosen first; tails weighted by `ld_alpha`.
-        ref_logps: (N, 2) the same under the reference.
-        sums: (N, 2) under the policy, unweighted.
-        lengths: (N, 2) tokens.
-        config: Of the run.
-
-    Returns:
-        (N,) nats.
-    """
+    """Loss (N,) of pairs: the weighted sum of the run's losses, and the chosen one's SFT term."""
     weights = config.loss_weights or [1.0] * len(config.loss_type)
     losses = [
         weight

@@ -17,7 +17,6 @@ all of `common/grpo`:
     UpdatePlan          the completions of one optimiser step, in batches by length   minibatches
     OldLogps            log-probabilities under the reference and the old policy      minibatches
     MicroBatch          the completions of one forward pass, with all their tensors   minibatches
-    Update              the micro-batches of one optimiser step                       minibatches
 
 How this differs from the paper:
 1. Rejection sampling of rollouts by raw reward (RSO, Liu et al. 2023, algorithm 1; or exact draws
@@ -56,13 +55,7 @@ from common.grpo.minibatches import MicroBatch
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
 from common.grpo.sampler_correction import off_policy_mask, sampler_drift, sampler_weights
-from common.losses import (
-    aggregate,
-    clipped_tokens,
-    kl_estimate,
-    policy_loss,
-    probability_ratio,
-)
+from common.losses import aggregate, clipped_tokens, kl_estimate, policy_loss, probability_ratio
 from common.model import fsdp, load
 from common.run import Run
 
@@ -88,10 +81,7 @@ def main(config: GRPOConfig) -> None:
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
     resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "prompts", vocabulary)
-    name = config.eval_pairs_dataset_name
-    pairs = data.load_held_out_pairs(
-        config, name, vocabulary, is_trained_on=name == config.dataset_name
-    )
+    pairs = data.load_held_out_pairs(config, config.eval_pairs_dataset_name, vocabulary)
     scorer.check_rows(train_set, eval_set)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 
@@ -114,7 +104,10 @@ def main(config: GRPOConfig) -> None:
     sample_groups = partial(sample_and_reward, run, sampler, scorer, config)
     step_monitor = StepMonitor(run.metrics, config)
 
-    evaluate = partial(held_out.log, run.logger)
+    def evaluate(step: int) -> None:
+        if metrics := held_out.measure(step, run.total_steps):
+            run.logger.log(step, metrics)
+
     shown = (eval_set or train_set)[: config.num_sample_prompts]
     show_samples = partial(
         monitor.show_samples, run.logger, sampler, scorer, reference, shown, config
@@ -144,9 +137,9 @@ def main(config: GRPOConfig) -> None:
             selected, plans, before, advantages, config
         )  # a list for each minibatch
         check_first_rollout(policy, micro_batches, config, step)
-        for update in minibatches.updates(micro_batches, config, run.metrics):
-            for batch in run.micro_batches(update.micro_batches, may_stop=update.is_first):
-                grpo_loss(policy, batch, config, step_monitor, is_new=update.is_new).backward()
+        for batches, is_new in minibatches.updates(micro_batches, config, run.metrics):
+            for batch in run.micro_batches(batches):
+                grpo_loss(policy, batch, config, step_monitor, is_new=is_new).backward()
             run.update()
         step_monitor.end_updates()
         if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
@@ -199,11 +192,9 @@ def sample_and_reward(
         candidates = sampler.sample(
             examples,
             num_samples=config.num_candidates,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
             step=run.step,
             report=run.logger.status,
+            **config.sampling,
         )
     with run.metrics.timed("score_seconds"):
         scored = rollouts.reward(scorer, examples, candidates, config, run.step, run.total_steps)

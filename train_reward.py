@@ -120,7 +120,7 @@ def main(config: RewardConfig) -> None:
 
 def load_data(
     config: RewardConfig, vocabulary: Vocabulary, model_config: Any
-) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
+) -> list[Sequence[Example]]:
     """Pairs to train on, held-out ones, and rows whose mean reward becomes 0, to their very end."""
     from common.model import checks
     from common.text import chat
@@ -131,11 +131,8 @@ def load_data(
     sft_set = load_examples(config, references, split, "sft", vocabulary, config.num_sft_rows)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     limit = checks.max_positions(model_config)
-    return (
-        chat.to_end_of_turn(train_set, vocabulary, limit),
-        chat.to_end_of_turn(eval_set, vocabulary, limit),
-        chat.to_end_of_turn(sft_set, vocabulary, limit),
-    )
+    sets = (train_set, eval_set, sft_set)
+    return [chat.to_end_of_turn(examples, vocabulary, limit) for examples in sets]
 
 
 def margins(examples: Sequence[Example], column: str) -> Tensor:

@@ -88,28 +88,17 @@ def normalise_globally(
 
 
 def step_advantages(
-    step_rewards: Sequence[Sequence[float]] | Tensor,
-    step_ends: Sequence[Sequence[int]] | Tensor,
-    completion_mask: Tensor,
+    step_rewards: Sequence[Sequence[float]] | Tensor,  # of B completions: lists, or padded (B, S)
+    step_ends: Sequence[Sequence[int]] | Tensor,  # alike, index of the last token; -1: padding
+    completion_mask: Tensor,  # (B, C) bool
     *,
-    num_generations: int,
+    num_generations: int,  # completions of a prompt, neighbouring rows
 ) -> Tensor:
     """Advantages of tokens from rewards of steps (process supervision, DeepSeekMath section 4.1.3).
 
-    All step rewards of a prompt's completions are normalised together; a token's advantage is the
-    sum of the normalised rewards of the steps that end at it or after it.
-
-    Args:
-        step_rewards: For each of the B completions the rewards of its steps, as lists of any length
-            or as a padded (B, S) tensor.
-        step_ends: In the same form, the index in the completion of each step's last token, or -1:
-            padding.
-        completion_mask: (B, C) bool, True = the token counts; elsewhere the advantage is 0. A
-            completion without any still contributes its rewards to the normalisation.
-        num_generations: Completions of a prompt, neighbouring rows.
-
-    Returns:
-        (B, C) float32.
+    All step rewards of a prompt's completions are normalised together; a token's advantage, (B, C)
+    float32, is the sum of the normalised rewards of the steps that end at it or after it. It is 0
+    where the mask is False; the rewards of a completion without any token are normalised too.
     """
     num_rows, num_columns = completion_mask.shape
     assert len(step_rewards) == num_rows, "one list of steps per completion"

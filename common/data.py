@@ -32,7 +32,7 @@ def load_splits(
     from common.text import tokenise
 
     name = config.dataset_name
-    held_out = _held_out_split(config, name, is_trained_on=True)
+    held_out = _held_out_split(config, name)
     train_set = tokenise.load_examples(
         config, name, config.dataset_train_split, kind, vocabulary, config.num_train_rows
     )
@@ -46,24 +46,22 @@ def load_splits(
 
 
 def load_held_out_pairs(
-    config: TrainConfig, dataset_name: str, vocabulary: Vocabulary, *, is_trained_on: bool
+    config: TrainConfig, dataset_name: str, vocabulary: Vocabulary
 ) -> Sequence[Example]:
-    """The held-out pairs of a data set; [] for an empty name, or where there are none. Collective.
-
-    `is_trained_on`: the run trains on other rows of it.
-    """
+    """Held-out pairs of a data set; [] for an empty name, or where there are none. Collective."""
     from common.text import tokenise
 
-    split = _held_out_split(config, dataset_name, is_trained_on=is_trained_on)
+    split = _held_out_split(config, dataset_name)
     return tokenise.load_examples(
         config, dataset_name, split, "preference", vocabulary, config.num_eval_rows
     )
 
 
-def _held_out_split(config: TrainConfig, dataset_name: str, *, is_trained_on: bool) -> str:
+def _held_out_split(config: TrainConfig, dataset_name: str) -> str:
     """The split that a run evaluates on; where none is found it says so and returns ""."""
     from common.text import reading
 
+    is_trained_on = dataset_name == config.dataset_name
     split = reading.held_out_split(config, dataset_name, is_trained_on=is_trained_on)
     if dataset_name and config.dataset_test_split and not split:
         tried = " or ".join(reading.HELD_OUT_SPLITS)

@@ -19,13 +19,8 @@ def position_ids(mask: Tensor) -> Tensor:
     """Positions that count real tokens only, so that padding changes no log-probability.
 
     A model with learned positions (GPT-2) that is not given them also counts padding on the left.
-
-    Args:
-        mask: (B, T) bool, True = a real token.
-
-    Returns:
-        (B, T) int64, never negative: 0 at a row's first real token and on the padding before it;
-        padding behind repeats the last position.
+    The mask is (B, T) bool, True = a real token; positions are (B, T) int64, never negative: 0 at a
+    row's first real token and on the padding before it; padding behind repeats the last position.
     """
     return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
@@ -37,11 +32,7 @@ def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor
 
 
 def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad rows on the right to the longest one.
-
-    Args:
-        rows: B rows of token ids; a row may be empty.
-        pad_id: Id that fills the padding.
+    """Pad B rows of ids, which may be empty, on the right to the longest one.
 
     Returns:
         ids (B, T) int64; mask (B, T) bool, True = a token of the row. Both on the CPU.
@@ -56,11 +47,7 @@ def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tenso
 
 
 def cut_at_stop(completion_ids: Tensor, stop_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Find where each completion ends: the first stop token counts, what follows it does not.
-
-    Args:
-        completion_ids: (B, C) int64.
-        stop_ids: Token ids that end a completion.
+    """Find where completions (B, C) end: the first stop token counts, what follows it does not.
 
     Returns:
         completion_mask (B, C) bool, True up to and including the first stop token; has_stop (B,)
@@ -81,20 +68,12 @@ def on_device(tensor: Any, device: torch.device | str) -> Any:
 
 @dataclass
 class _EitherBatch:
-    """Fields and methods of a batch of B completions in either layout.
+    """Fields and methods of a batch of B completions in either layout."""
 
-    Attributes:
-        completion_mask: (B, C) bool, True = a token that counts in the loss; all False in a row
-            that is not real.
-        is_real: (B,) bool; False = a row that only keeps the ranks in step and has no weight.
-        slots: (B,) int64, each completion's index in the caller's tensors; 0 if not real.
-        rows: B numbers, the row of the data set that each completion's prompt came from, or -1.
-    """
-
-    completion_mask: Tensor
-    is_real: Tensor
-    slots: Tensor
-    rows: list[int]
+    completion_mask: Tensor  # (B, C) bool, True = the token counts in the loss; False if not real
+    is_real: Tensor  # (B,) bool, False = a row that only keeps the ranks in step, without weight
+    slots: Tensor  # (B,) int64, each completion's index in the caller's tensors; 0 if not real
+    rows: list[int]  # B rows of the data set that the prompts came from, or -1
 
     @property
     def num_tokens(self) -> Tensor:
@@ -113,16 +92,11 @@ class PaddedBatch(_EitherBatch):
 
     The rows of a prompt are neighbours (prompt-major; B = N * K if each has K); the last C columns
     of the ids are the completion.
-
-    Attributes:
-        input_ids: (B, T) int64, prompt padded on the left, completion on the right; T = P + C.
-        attention_mask: (B, T) bool, True = a real token.
-        position_ids: (B, T) int64, see `position_ids`.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
+    input_ids: Tensor  # (B, T) int64, prompt padded on the left, completion on the right; T = P + C
+    attention_mask: Tensor  # (B, T) bool, True = a real token
+    position_ids: Tensor  # (B, T) int64, see the function of this name
 
     @property
     def completion_ids(self) -> Tensor:
@@ -132,25 +106,16 @@ class PaddedBatch(_EitherBatch):
 
 
 def padded_batch(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[Sequence[int]]],
-    pad_id: int,
+    prompts: Sequence[Sequence[int]],  # N, none empty: the last token predicts the completion
+    completions: Sequence[Sequence[Sequence[int]]],  # for each prompt some
+    pad_id: int,  # is masked: any id of the vocabulary will do
     *,
-    is_real: Sequence[bool] | None = None,
+    is_real: Sequence[bool] | None = None,  # for each prompt; None: all True
 ) -> PaddedBatch:
-    """Put N prompts with their completions into one row per completion.
+    """Put N prompts with their completions into one row per completion, on the CPU.
 
-    Args:
-        prompts: N rows of token ids, none empty, since the last prompt token predicts the first
-            token of the completion.
-        completions: For each prompt some rows of token ids.
-        pad_id: Id that fills the padding; it is masked, so any id of the vocabulary will do.
-        is_real: For each of the N prompts, False = its rows keep their attention mask (an empty one
-            would give NaN) but count nowhere; default all True.
-
-    Returns:
-        PaddedBatch of B rows on the CPU, those of a prompt next to each other; the slots are 0, 1,
-        ..., the rows of the data set -1, for unknown.
+    The rows of a prompt that is not real keep their attention mask (an empty one would give NaN)
+    but count nowhere. The slots are 0, 1, ..., the rows of the data set -1, for unknown.
     """
     completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real)
     prompt_rows = [
@@ -180,27 +145,18 @@ class Layout:
 
     The *tail* of a prompt is its last token and its completions: only these columns of the last
     hidden states are read.
-
-    Attributes:
-        trunks: Per prompt the columns (start, end of the prompt, end of the trunk, end of the last
-            branch), as half-open ranges.
-        branch_index: (R, L) int64, the columns of R branches, filled up on the right with 0.
-        branch_mask: (R, L) bool, True = a token of the branch.
-        branch_owner: (R,) int64, the prompt of each branch.
-        tail: (S,) int64, the columns of all tails.
-        longest: Tokens of the longest prompt with a completion.
-        keys_by_layer: If given, every layer puts its keys and values in it, (1, H, T, d) each.
-        index_cache: Index tensors that attention derives from the columns, for all layers. No
-            container, of which FSDP would give each layer a copy.
     """
 
+    # Per prompt: start, end of the prompt, of the trunk, of the last branch, as half-open ranges
     trunks: list[tuple[int, int, int, int]]
-    branch_index: Tensor
-    branch_mask: Tensor
-    branch_owner: Tensor
-    tail: Tensor
-    longest: int
-    keys_by_layer: KeysByLayer | None = None
+    branch_index: Tensor  # (R, L) int64, the columns of R branches, filled up on the right with 0
+    branch_mask: Tensor  # (R, L) bool, True = a token of the branch
+    branch_owner: Tensor  # (R,) int64, the prompt of each branch
+    tail: Tensor  # (S,) int64, the columns of all tails
+    longest: int  # tokens of the longest prompt with a completion
+    keys_by_layer: KeysByLayer | None = None  # if given, layers put theirs in it, (1, H, T, d) each
+    # Index tensors that attention derives from the columns, for all layers. No container, of which
+    # FSDP would give each layer a copy.
     index_cache: Any = field(default_factory=lambda: SimpleNamespace(gathers={}))
 
     def to(self, device: torch.device | str) -> "Layout":
@@ -216,24 +172,15 @@ class SharedPrefixBatch(_EitherBatch):
 
     A loss uses it like a `PaddedBatch` (masks of B = N * K completions of C tokens). A completion's
     position ids continue its prompt's, wherever it is in the row.
-
-    Attributes:
-        input_ids: (1, T) int64, T = the sum of all lengths.
-        position_ids: (1, T) int64.
-        layout: Which token sees which.
-        completion_ids: (B, C) int64, padded on the right.
-        predictors: (M,) int64, the columns before the M completion tokens: each predicts one.
-        token_index: (M,) int64, index of each of those tokens in (B, C), flattened.
-        last: (B,) int64, the column of each completion's last token.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    layout: Layout
-    completion_ids: Tensor
-    predictors: Tensor
-    token_index: Tensor
-    last: Tensor
+    input_ids: Tensor  # (1, T) int64, T = the sum of all lengths
+    position_ids: Tensor  # (1, T) int64
+    layout: Layout  # which token sees which
+    completion_ids: Tensor  # (B, C) int64, padded on the right
+    predictors: Tensor  # (M,) int64, the columns before the M completion tokens: each predicts one
+    token_index: Tensor  # (M,) int64, index of each of those tokens in (B, C), flattened
+    last: Tensor  # (B,) int64, the column of each completion's last token
 
 
 AnyBatch = PaddedBatch | SharedPrefixBatch

@@ -16,7 +16,6 @@ from common.config.stages import TrainConfig
 from common.data import BatchOrder
 from common.errors import EngineError, UserError, gist
 from common.model import fsdp
-from common.record.metrics import Accumulator
 from common.text.example import Vocabulary
 
 Batch = TypeVar("Batch", bound=Any)  # a batch, or what holds one as its `batch`
@@ -45,6 +44,7 @@ class Run:
         from common.checkpoint.checkpointer import Checkpointer
         from common.model import optim
         from common.record.logger import RunLogger
+        from common.record.metrics import Accumulator
 
         self.config, self.module, self.order = config, module, order
         self.total_steps = order.total_steps(config)  # earlier starts of the run included
@@ -54,6 +54,7 @@ class Run:
         self.vocabulary = vocabulary
         self.model_folder = Path(config.output_dir) / "model"  # the exported model
         self.batches: Sequence[Any] = []  # of the current update
+        self.has_updated = False  # in the current step
         settings: dict[str, bytes] = {}  # the exported folder's files but the weights, by name
         if distributed.is_rank0():
             settings = hf_folder.settings_of(module.lm, vocabulary, config)
@@ -71,16 +72,12 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The remaining steps, counted from 0; each ends with `end_step`."""
         for step in range(self.step, self.total_steps):
-            self.step = step
+            self.step, self.has_updated = step, False
             yield step
 
     @contextmanager
     def kept_if_engine_fails(self) -> Iterator[None]:
-        """Save the run if the engine fails while it samples for a step. Collective.
-
-        Raises:
-            UserError: the engine failed; says how to go on.
-        """
+        """Save the run if the engine fails in sampling; the error says how to go on. Collective."""
         try:
             yield
         except EngineError as error:
@@ -89,18 +86,18 @@ class Run:
             advice = self.checkpointer.save_before(self.step)
             raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from None
 
-    def micro_batches(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
+    def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """An update's micro-batches, one by one. Collective.
 
         Gradients are reduced in the last one's backward, or with `shard_gradients` in every one.
 
         Raises:
-            Stopped: a signal asked the run to stop, and it is saved. Only if it `may_stop`: no
-                update of this step was made yet.
+            Stopped: a signal asked the run to stop, and it is saved. Only before the first update
+                of a step, which is then dropped as a whole.
         """
         self.batches = batches
         for i, batch in enumerate(batches):
-            if may_stop:
+            if not self.has_updated:
                 self.checkpointer.stop_if_asked(self.step)
             is_last = i == len(batches) - 1
             fsdp.reduce_gradients_in_next_backward(self.module, is_last, self.shards_gradients)
@@ -122,11 +119,10 @@ class Run:
         except optim.NonFiniteError as error:
             rows = non_finite_rows(self.module, self.batches)
             raise RuntimeError(f"{error} {rows}") from None
+        self.has_updated = True
         self.metrics.add_values(**values)
 
-    def end_step(
-        self, evaluate: Hook | None = None, show_samples: Hook | None = None, **values: Any
-    ) -> None:
+    def end_step(self, evaluate: Hook, show_samples: Hook | None = None, **values: Any) -> None:
         """Log the metrics with `values`, and evaluate, show samples and save where due. Collective.
 
         After the last step `finish` evaluates and shows samples.
@@ -139,7 +135,7 @@ class Run:
         is_last = done == self.total_steps
         if is_last or is_due(done, config.logging_steps):
             self.logger.log_training(done, self.metrics)
-        if evaluate and not is_last and is_due(done, config.eval_steps):
+        if not is_last and is_due(done, config.eval_steps):
             evaluate(done)
         if show_samples and not is_last and is_due(done, config.sample_steps):
             show_samples(done)
@@ -172,11 +168,7 @@ class Run:
         self.publish()
 
     def export(self, shift: Callable[[], float]) -> float:
-        """Write the current weights as the folder `model`; returns `reward_shift`. Collective.
-
-        Raises:
-            UserError: it could not be written; a checkpoint of the last step is kept.
-        """
+        """Write the current weights as the folder `model`; returns `reward_shift`. Collective."""
         from common.checkpoint import export
 
         reward_shift = shift()

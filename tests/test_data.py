@@ -425,7 +425,7 @@ def test_a_file_that_is_only_evaluated_on_is_its_own_split(tmp_path, capsys):
     vocabulary = tiny.vocabulary(of=synthetic.train_tokenizer())
 
     def load(path: Path) -> Any:
-        return data.load_held_out_pairs(config, str(path), vocabulary, is_trained_on=False)
+        return data.load_held_out_pairs(config, str(path), vocabulary)
 
     assert len(load(tmp_path / "own.jsonl")) == 3
     assert load(tmp_path) == []

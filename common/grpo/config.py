@@ -1,18 +1,13 @@
 """The configuration of GRPO: one flag per variant, and which of them exclude each other."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
 from common.config.flags import SMALLEST_TEMPERATURE, FrozenFlags, SampleTableFlags, flag, path_flag
 from common.config.stages import TrainConfig
 from common.grpo.sampler_correction import SAMPLER_CORRECTIONS
-from common.losses import (
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    POLICY_OBJECTIVES,
-    RATIO_LEVELS,
-)
+from common.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_OBJECTIVES, RATIO_LEVELS
 from common.sampling.vllm.config import EngineConfig
 
 
@@ -178,6 +173,11 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         if self.beta > 0:
             refuse_reference(self)
             refuse_kl(self)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The arguments of `Sampler.sample` that say how completions are drawn."""
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
     @property
     def num_updates(self) -> int:

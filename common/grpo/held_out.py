@@ -18,7 +18,6 @@ from common.grpo.rollouts import reward
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.record.glossary import FUNCTION_PREFIX, with_interval
-from common.record.logger import RunLogger
 from common.sampling.sampler import Rollouts, Sampler
 
 if TYPE_CHECKING:
@@ -52,11 +51,6 @@ class HeldOut:
                 self.reference, self.pairs, self.config, self.sampler.vocabulary, "reference"
             )
 
-    def log(self, logger: RunLogger, step: int) -> None:
-        """Evaluate after so many steps. Collective."""
-        if metrics := self.measure(step, logger.total_steps):
-            logger.log(step, metrics)
-
     def measure(self, step: int, total_steps: int) -> dict[str, float]:
         """Metrics by name, each with its 95% interval, after `step` of `total_steps`. Collective.
 
@@ -80,13 +74,7 @@ class HeldOut:
     def of_prompts(self, step: int, total_steps: int) -> dict[str, float]:
         """Rewards, lengths, stops and KL of the policy's completions of all prompts. Collective."""
         config, prompts = self.config, self.prompts
-        rollouts = self.sampler.sample_shared(
-            prompts,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            title="evaluating",
-        )
+        rollouts = self.sampler.sample_shared(prompts, title="evaluating", **config.sampling)
         measured = self.rewards(rollouts, step, total_steps)  # (N,) each
         checks = {n for n, v in measured.items() if {*v[~v.isnan()].tolist()} <= {0, 1}}
         if checks != measured.keys():  # a total of other things is no share

@@ -67,14 +67,6 @@ class MicroBatch:
     ref_states: ReferenceStates | None
 
 
-class Update(NamedTuple):
-    """One optimiser step on a minibatch."""
-
-    micro_batches: list[MicroBatch]
-    is_first: bool  # of the rollout: a run that was asked to stop may still drop the step
-    is_new: bool  # these completions were not trained on before
-
-
 # ---- completions that go together ----------------------------------------------------------------
 
 
@@ -285,10 +277,11 @@ def values_of_batch(batch: AnyBatch, values: Tensor) -> Tensor:
 
 def updates(
     minibatches: Sequence[list[MicroBatch]], config: GRPOConfig, metrics: Accumulator
-) -> Iterator[Update]:
-    """The optimiser steps of a rollout, which are timed: `num_iterations` on each minibatch."""
+) -> Iterator[tuple[list[MicroBatch], bool]]:
+    """The optimiser steps of a rollout, which are timed: `num_iterations` on each minibatch.
+
+    Each with its micro-batches, and whether their completions were not trained on before.
+    """
     with metrics.timed("update_seconds"):
-        for iteration, (i, batches) in product(
-            range(config.num_iterations), enumerate(minibatches)
-        ):
-            yield Update(batches, is_first=iteration == i == 0, is_new=iteration == 0)
+        for iteration, batches in product(range(config.num_iterations), minibatches):
+            yield batches, iteration == 0

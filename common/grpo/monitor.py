@@ -50,34 +50,26 @@ def show_samples(
     if not examples:
         return
     try:
-        rollouts = sampler.sample(
-            examples,
-            num_samples=config.num_generations,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-        )
+        rollouts = sampler.sample(examples, num_samples=config.num_generations, **config.sampling)
     except EngineError as error:  # which ends the run when it samples to train, and is saved there
         distributed.print_rank0(f"warning: there is no table of samples: {error}")
         return
     scored = reward(scorer, examples, rollouts, config, step, logger.total_steps)
-    scale, baseline = config.scale_rewards, config.advantage_baseline
     has_stop = rollouts.has_stop.view(scored.total.shape)
-    of_group = objective_rewards(scored.total, scored.by_function, has_stop, config)  # (F, N, G)
-    weights = config.objective_weights(len(of_group))
+    objectives = objective_rewards(scored.total, scored.by_function, has_stop, config)  # (F, N, G)
     advantages = weighted_group_advantages(
-        of_group, weights, scale=scale, baseline=baseline
+        objectives,
+        config.objective_weights(len(objectives)),
+        scale=config.scale_rewards,
+        baseline=config.advantage_baseline,
     )  # (N, G)
-    by_function = {name: each.flatten().tolist() for name, each in scored.by_function.items()}
+    by_function = {f"{FUNCTION_PREFIX}{name}": r for name, r in scored.by_function.items()}
+    rewards = {"reward": scored.total, **by_function, "advantage": advantages}
     columns: dict[str, list[Any]] = {
-        "reward": scored.total.flatten().tolist(),
-        **{
-            f"{FUNCTION_PREFIX}{name}": [None if math.isnan(r) else r for r in rewards]
-            for name, rewards in by_function.items()
-        },
-        "advantage": advantages.flatten().tolist(),
-        **{f"{LOGGED_PREFIX}{name}": values for name, values in scored.log.columns.items()},
+        name: [None if math.isnan(value) else value for value in values.flatten().tolist()]
+        for name, values in rewards.items()
     }
+    columns |= {f"{LOGGED_PREFIX}{name}": each for name, each in scored.log.columns.items()}
     if reference is not None:
         sampled = rollouts.completed(examples)
         columns["ref_token_logps"] = token_records.token_logps(

@@ -235,6 +235,8 @@ def replace_flat(
 
 def replaced(groups: Groups, flat: Sequence[int], others: Groups) -> Groups:
     """The groups, of which the flat ones, by index, are replaced by the first of the others."""
+    from common.sampling.sampler import Rollouts
+
     num_prompts = len(groups.examples)
     origin = torch.arange(num_prompts)  # (N,), in both one after the other
     origin[flat] = num_prompts + torch.arange(len(flat))
@@ -243,19 +245,11 @@ def replaced(groups: Groups, flat: Sequence[int], others: Groups) -> Groups:
         by_prompt = torch.cat([one, other]).view(-1, one.numel() // num_prompts)
         return by_prompt[origin].view(one.shape)
 
-    old, new = groups.rollouts, others.rollouts
-    rollouts = replace(
-        old,
-        ids=mixed(old.ids, new.ids),
-        mask=mixed(old.mask, new.mask),
-        token_logps=mixed(old.token_logps, new.token_logps),
-        has_stop=mixed(old.has_stop, new.has_stop),
-    )
     examples = [*groups.examples, *others.examples]
     return Groups(
         [examples[i] for i in origin.tolist()],
         groups.real,
-        rollouts,
+        Rollouts(*map(mixed, groups.rollouts.tensors, others.rollouts.tensors)),
         mixed(groups.rewards, others.rewards),
         {name: mixed(one, others.by_function[name]) for name, one in groups.by_function.items()},
     )

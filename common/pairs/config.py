@@ -14,11 +14,7 @@ from common.config.flags import (
 from common.config.stages import RowsConfig, TrainConfig
 from common.errors import UserError
 from common.evaluation.split import ImplicitReward
-from common.losses import (
-    PER_TOKEN_LOSSES,
-    PREFERENCE_LOSSES,
-    SMOOTHED_LOSSES,
-)
+from common.losses import PER_TOKEN_LOSSES, PREFERENCE_LOSSES, SMOOTHED_LOSSES
 from common.sampling.vllm.config import EngineConfig
 
 PAIR_METHODS = ("rso_tournament", "best_worst", "all")

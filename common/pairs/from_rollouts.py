@@ -130,13 +130,13 @@ def pairs_from_rollouts(
 
 
 def choose_pairs(
-    rewards: Tensor,
+    rewards: Tensor,  # (N, K), raw
     *,
     method: str,
-    num_accepted: int,
-    temperature: float,
-    seeds: Tensor,
-    texts: Tensor | None = None,
+    num_accepted: int,  # even, at most K; for `rso_tournament`, which makes half as many pairs
+    temperature: float,  # RSO's beta, in the unit of the rewards; for `rso_tournament`
+    seeds: Tensor,  # (N,) int64, one per prompt: the choice does not depend on the rank or batch
+    texts: Tensor | None = None,  # (N, K) int64, equal for equal texts; None: all differ
 ) -> Tensor:
     """Pairs of each prompt's candidates to compare. Candidates of equal text count as one.
 
@@ -145,14 +145,6 @@ def choose_pairs(
       accepted ones follow softmax(r / temperature) over the policy's samples.
     - `best_worst`: the highest reward against the lowest; one pair, no noise.
     - `all`: every candidate against every other, K (K - 1) / 2 pairs (Rafailov et al. 2023, C.1).
-
-    Args:
-        rewards: (N, K) raw rewards.
-        method: As above.
-        num_accepted: Even, at most K; for `rso_tournament`, which makes half as many pairs.
-        temperature: RSO's beta, in the unit of the rewards; for `rso_tournament`.
-        seeds: (N,) int64, one per prompt: the choice does not depend on the rank or batch.
-        texts: (N, K) int64, equal for equal texts of a prompt; None: all differ.
 
     Returns:
         (N, P, 2) int64 indices of candidates, the higher reward first (either, if they are equal);
@@ -205,23 +197,14 @@ class SampledPair:
 
 
 def sampled_pairs(
-    examples: Sequence[Example],
-    is_real: Tensor,
-    rollouts: Rollouts,
-    texts: Sequence[str],
-    rewards: Tensor,
-    chosen_pairs: Tensor,
+    examples: Sequence[Example],  # N
+    is_real: Tensor,  # (N,) bool, False = a filler, which counts nowhere
+    rollouts: Rollouts,  # K completions of each
+    texts: Sequence[str],  # N*K
+    rewards: Tensor,  # (N, K)
+    chosen_pairs: Tensor,  # (N, P, 2), see `choose_pairs`
 ) -> list[SampledPair]:
-    """The chosen pairs with their texts, those of equal reward included.
-
-    Args:
-        examples: N prompts.
-        is_real: (N,) bool, False = a filler, which counts nowhere.
-        rollouts: K completions of each.
-        texts: Their N*K texts.
-        rewards: (N, K).
-        chosen_pairs: (N, P, 2), see `choose_pairs`.
-    """
+    """The chosen pairs with their texts, those of equal reward included."""
     pairs = []
     for n in is_real.nonzero().flatten().tolist():
         for pair in chosen_pairs[n][chosen_pairs[n, :, 0] >= 0].tolist():

@@ -31,17 +31,13 @@ if TYPE_CHECKING:
 class ReferenceScores:
     """Log-probabilities of pairs under the frozen reference, None where no loss needs them.
 
-    Attributes:
-        train: (rows, 2) float32 on the device, chosen first; tails weighted by `ld_alpha`.
-        held_out: (rows, 2) float64 on the host, weighted in the same way.
-        shown: Of each token of the pairs in the tables of samples.
-        first: (1, 2) of the first training pair, unweighted.
+    Those of chosen and rejected; in `train` and `held_out` tails are weighted by `ld_alpha`.
     """
 
-    train: Tensor | None = None
-    held_out: Tensor | None = None
-    shown: Any = None
-    first: Tensor | None = None
+    train: Tensor | None = None  # (rows, 2) float32 on the device
+    held_out: Tensor | None = None  # (rows, 2) float64 on the host
+    shown: Any = None  # of each token of the pairs in the tables of samples
+    first: Tensor | None = None  # (1, 2) of the first training pair
 
     def of_batch(self, batch: AnyBatch) -> Tensor:
         """Log-probabilities (N, 2) of a micro-batch's pairs; 0 without a reference."""

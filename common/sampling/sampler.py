@@ -219,10 +219,10 @@ class Sampler:
     ) -> list[dict[str, Any]]:
         """A table of K completions of each of N prompts. Collective without rollouts.
 
-        Without them every prompt is completed with its most likely tokens. A
-        row has the prompt, the completion, the further columns' value for it, why it stopped, and
-        as lists, which are not printed, its `tokens` and their `token_logps` (nats, at the
-        temperature sampled at; at 1 where the most likely token was taken).
+        Without them every prompt is completed with its most likely tokens. A row has the prompt,
+        the completion, the further columns' value for it, why it stopped, and as lists, which are
+        not printed, its `tokens` and their `token_logps` (nats, at the temperature sampled at; at 1
+        where the most likely token was taken).
         """
         from common.sampling import token_records
 
@@ -230,10 +230,8 @@ class Sampler:
             if not examples:
                 return []  # and no weights are gathered
             rollouts = self.sample(examples, temperature=0)
-        texts, logps = (
-            rollouts.texts(self.vocabulary.tokenizer),
-            rollouts.as_lists(rollouts.token_logps),
-        )
+        tokenizer = self.vocabulary.tokenizer
+        texts, logps = rollouts.texts(tokenizer), rollouts.as_lists(rollouts.token_logps)
         per_prompt = len(texts) // max(1, len(examples))
         return [
             {
@@ -241,9 +239,7 @@ class Sampler:
                 "completion": text,
                 **{name: values[i] for name, values in columns.items()},
                 "stopped by": "stop token" if rollouts.has_stop[i] else "length limit",
-                "tokens": token_records.texts(
-                    self.vocabulary.tokenizer, rollouts.completion_ids[i]
-                ),
+                "tokens": token_records.texts(tokenizer, rollouts.completion_ids[i]),
                 "token_logps": token_records.rounded(logps[i]),
             }
             for i, text in enumerate(texts)

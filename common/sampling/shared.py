@@ -126,11 +126,6 @@ class DecodingCache:
 
     Every forward appends a token to every live sample. On a CPU it reads the keys so far. Elsewhere
     a graph is replayed, in which all shapes are fixed: it reads `width` keys and masks the rest.
-
-    Attributes:
-        length: Tokens of each sample that the samples' keys hold, with the one of this forward.
-        width: Keys of each sample that are read, the rest masked.
-        rows: (B',) int64 on the host, the samples still decoded, out of N * K, prompt-major.
     """
 
     def __init__(
@@ -138,12 +133,14 @@ class DecodingCache:
     ) -> None:
         """Start without keys of the prompts, which stand in the row that is prefilled."""
         self.max_length = max_length
-        self.length, self.width = 0, min(FIRST_WIDTH, max_length)
+        self.length = 0  # tokens of each sample that the keys hold, with the one of this forward
+        self.width = min(FIRST_WIDTH, max_length)  # keys of each sample that are read
         self.is_fixed = has_fixed_shapes(device)
         self.column = torch.full((1,), -1, device=device)  # (1,), of a sample's newest key
         self.longest = prompts.longest + max_length
         self.index, self.mask = ranges([(s, e) for s, e, _, _ in prompts.trunks], device)  # (N, P)
         self.is_padded = len({e - s for s, e, _, _ in prompts.trunks}) > 1
+        # (B',) int64 on the host, the samples still decoded, out of N * K, prompt-major
         self.rows = torch.arange(len(prompts.trunks) * num_samples)
         self.num_samples = num_samples
         self.bias: Tensor | None = None  # (B', 1, 1, P + C) of scores, -inf where there is no key

@@ -130,9 +130,9 @@ def accumulate(how: bool, num_replicas: int) -> dict[str, Any]:
     policy(batch).token_logps.sum().backward()  # makes what stays
     policy.zero_grad()
     run = Run.__new__(Run)  # without a folder
-    run.module, run.shards_gradients = policy, how
+    run.module, run.shards_gradients, run.has_updated = policy, how, True
     before, held, counts = held_bytes(), [], []
-    for part in run.micro_batches([batch] * 3, may_stop=False):
+    for part in run.micro_batches([batch] * 3):
         with CommDebugMode() as communication:
             policy(part).token_logps.sum().backward()
         held.append(held_bytes() - before)
