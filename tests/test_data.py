@@ -26,8 +26,8 @@ from common.data import (
 )
 from common.errors import UserError
 from common.text import synthetic
+from common.text.chat import render
 from common.text.reading import load_rows
-from common.text.rows import Row
 from common.text.tokenise import count_boundary_merges, load_examples, tokenize_rows
 from common.text.truncate import (
     closing_cue,
@@ -70,7 +70,7 @@ def tokenize(
     limits = {"max_prompt_length": 400, "max_completion_length": 60, "max_dropped_fraction": 0.0}
     config = tiny.train_config(**(limits | fields))
     vocabulary = tiny.vocabulary([stop_id], tokenizer, pad_id=stop_id)
-    texts = [Row.of_text(row, kind, number) for number, row in enumerate(rows)]
+    texts = [render(row, kind, tokenizer, number)[0] for number, row in enumerate(rows)]
     examples, report = tokenize_rows(texts, vocabulary, config, "train")
     report.refuse_lossy(config.max_dropped_fraction)
     return examples, report

@@ -102,7 +102,7 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
 ):
     tokenizer = tiny.tokenizer()
     stop_id = tokenizer.eos_token_id
-    rows = [Row(prompt, [text], "sft", number=i) for i, (prompt, text) in enumerate(texts)]
+    rows = [Row(prompt, [text], number=i) for i, (prompt, text) in enumerate(texts)]
     try:
         examples, report = tokenize_rows(
             rows,

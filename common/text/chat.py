@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import UserError, gist
 from common.text.example import Example, Vocabulary
-from common.text.rows import COMPLETION_COLUMNS, RawRow, Row, other_columns
+from common.text.rows import COMPLETION_COLUMNS, RawRow, Row
 from common.text.truncate import encode
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # given to the template, as in TRL
@@ -60,11 +60,13 @@ def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]
         UserError: the tokenizer has no chat template, or it writes the beginning of a conversation
             differently once an answer follows, or `tools` is no JSON.
     """
+    names = COMPLETION_COLUMNS[kind]
+    others = {name: cell for name, cell in raw.items() if name not in ("prompt", *names)}
     if isinstance(raw["prompt"], str):
-        return [Row.of_text(raw, kind, number)]
-    options, others = _template_options(raw), other_columns(raw, kind)
+        return [Row(raw["prompt"], [raw[name] for name in names], others, number)]
+    options = _template_options(raw)
     asked = _without_null(raw["prompt"])
-    chats = [_without_null(raw[name]) for name in COMPLETION_COLUMNS[kind]]  # K lists of messages
+    chats = [_without_null(raw[name]) for name in names]  # K lists of messages
     for messages in [[*asked, *chat] for chat in chats] or [asked]:
         _decode_arguments(messages, tokenizer, options)
     begun = [asked.pop()] if asked[-1]["role"] == "assistant" else []
@@ -86,7 +88,7 @@ def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]
         is_partial = any(
             _leaves_out(answer, opening + text) for answer, text in zip(answers, texts, strict=True)
         )
-        rows.append(Row(prompt, texts, kind, others, number, [*before, *begun], is_partial))
+        rows.append(Row(prompt, texts, others, number, [*before, *begun], is_partial))
     return rows
 
 

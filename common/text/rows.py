@@ -20,8 +20,7 @@ class Row:
 
     Attributes:
         prompt: Text. Of a conversation, all that its template writes before the answer.
-        completions: K texts, one for each of `COMPLETION_COLUMNS[kind]`.
-        kind: `sft`, `preference` or `prompts`.
+        completions: K texts, one for each of its kind's `COMPLETION_COLUMNS`.
         columns: The other columns, for reward functions and reports.
         number: Index into the rows that were read; answers of one conversation share it.
         messages: The prompt as messages, empty if the row was text.
@@ -30,17 +29,10 @@ class Row:
 
     prompt: str
     completions: list[str]
-    kind: str
     columns: dict[str, Any] = field(default_factory=dict)
     number: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     is_partial: bool = False
-
-    @classmethod
-    def of_text(cls, raw: RawRow, kind: str, number: int = 0) -> "Row":
-        """A row whose cells are text."""
-        completions = [raw[name] for name in COMPLETION_COLUMNS[kind]]
-        return cls(raw["prompt"], completions, kind, other_columns(raw, kind), number)
 
     @property
     def source(self) -> str:
@@ -62,8 +54,3 @@ class Row:
             return "tldr"
         is_article = self.prompt.startswith("TITLE:") and "\n\nPOST:" not in self.prompt
         return "cnn_dm" if is_article else "other"
-
-
-def other_columns(raw: RawRow, kind: str) -> dict[str, Any]:
-    """The columns that are neither prompt nor completion."""
-    return {k: v for k, v in raw.items() if k not in ("prompt", *COMPLETION_COLUMNS[kind])}

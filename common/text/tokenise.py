@@ -223,7 +223,7 @@ def _drop_reason(row: Row, prompt: _Text | None, completions: Sequence[_Text]) -
         return "empty prompt"
     if any(not completion.text.strip() for completion in completions):
         return "empty completion"
-    if row.kind == "preference" and completions[0].ids == completions[1].ids:
+    if len(completions) == 2 and completions[0].ids == completions[1].ids:
         return "identical pair"
     return ""
 

@@ -430,7 +430,7 @@ def test_a_prompt_beside_messages_that_do_not_hold_it_is_refused(tmp_path):
     ],
 )
 def test_row_source(row, expected):
-    assert Row.of_text(row, "prompts").source == expected
+    assert Row(row["prompt"], [], row).source == expected
 
 
 def test_a_split_may_be_some_of_its_rows_as_in_datasets(tmp_path):
