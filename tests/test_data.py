@@ -392,7 +392,7 @@ def test_the_boundary_sample_is_bounded_and_spread(plain):
 def test_the_embedded_task_loses_nothing():
     tokenizer = synthetic.train_tokenizer()
     for kind in ("sft", "preference", "prompts"):
-        rows = load_rows("synthetic", "train", kind=kind, num_rows=200)
+        rows = load_rows(tiny.train_config(), "synthetic", "train", kind, 200)
         examples, report = tokenize(rows, tokenizer, kind=kind, max_prompt_length=128)
         assert len(examples) == 200
         assert report.num_prompts_truncated == report.num_boundary_merges == 0
@@ -405,7 +405,7 @@ def test_a_stage_reads_both_splits_within_its_limits(tmp_path, capsys):
     vocabulary = tiny.vocabulary(of=synthetic.train_tokenizer())
     train, test = load_splits(config, "preference", vocabulary)
     assert (len(train), len(test)) == (6, 4)
-    rows = load_rows("synthetic", "validation", kind="preference", num_rows=4)
+    rows = load_rows(config, "synthetic", "validation", "preference", 4)
     assert [example.prompt for example in test] == [row["prompt"] for row in rows]
     assert all(c[-1] == 0 for example in train for c in example.completions)
     printed = capsys.readouterr().out

@@ -175,7 +175,7 @@ def assert_read_or_refused(file: Path, kind: Any) -> None:
     """By a stage: read, rendered, tokenised. Text that passes is text."""
     config = tiny.train_config(max_completion_length=8, max_dropped_fraction=1)
     try:
-        rows = load_rows(str(file), "train", kind=kind)
+        rows = load_rows(tiny.train_config(), str(file), "train", kind)
         examples = load_examples(config, str(file), "train", kind, tiny.vocabulary())
     except UserError as error:
         assert_one_sentence(error)

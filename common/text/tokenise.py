@@ -15,7 +15,7 @@ from common.text import shared_rows
 from common.text.chat import render
 from common.text.data_report import DataReport, progress
 from common.text.example import Example, Vocabulary
-from common.text.reading import load_rows, source_options
+from common.text.reading import load_rows
 from common.text.rows import Row
 from common.text.truncate import (
     CHUNK_ROWS,
@@ -65,8 +65,7 @@ def load_examples(
         return []
 
     def read() -> list[Example]:
-        options = source_options(config, dataset_name)  # revision, renamed columns, ...
-        raw_rows = load_rows(dataset_name, split, kind=kind, num_rows=num_rows, **options)
+        raw_rows = load_rows(config, dataset_name, split, kind, num_rows)
         rows = [
             row
             for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))

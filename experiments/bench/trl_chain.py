@@ -50,9 +50,8 @@ def make_start(folder: Path, seed: int) -> None:
     for part in (GPT2LMHeadModel(GPT2Config(**shape)), tokenizer):
         part.save_pretrained(folder / "model")
     for stage, kind in KINDS.items():
-        rows = load_rows(
-            "synthetic", "train", kind=kind, num_rows=demo_config(stage).num_train_rows
-        )
+        config = demo_config(stage)
+        rows = load_rows(config, "synthetic", "train", kind, config.num_train_rows)
         write_atomically(folder / f"{stage}.jsonl", map(json_line, rows))
 
 

@@ -52,11 +52,12 @@ def test_lengths_are_those_of_the_distribution():
 def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
     path = folder / "data" / f"{row.data_name}.jsonl"
     recorded = json.loads((folder / "fixture.json").read_text())["lengths"][row.data_name]
-    raw_rows = load_rows(str(path), "train", kind=row.kind)
+    config = tiny.train_config(max_prompt_length=384, max_dropped_fraction=0.0)
+    raw_rows = load_rows(config, str(path), "train", row.kind)
     examples, report = tokenize_rows(
         [text for raw in raw_rows for text in render(raw, row.kind, None)],
         tiny.vocabulary([EOS_ID], AutoTokenizer.from_pretrained(folder / "policy"), pad_id=EOS_ID),
-        tiny.train_config(max_prompt_length=384, max_dropped_fraction=0.0),
+        config,
         "train",
     )
     lost = (report.num_prompts_truncated, report.num_completions_truncated, report.num_dropped)
