@@ -22,9 +22,7 @@ def counterparts(name: str, flags: Sequence[str]) -> list[str]:
 def answer(words: Sequence[Any], flags: Sequence[str]) -> str:
     """Unknown flags or keys as the end of the sentence that refuses them, the first answered.
 
-    Args:
-        words: As they were given, with dashes and value or without.
-        flags: Those of the script.
+    The words are as they were given, with dashes and value or without.
     """
     word, others = words[0], ", ".join(str(word).partition("=")[0] for word in words[1:])
     name = str(word).lstrip("-").partition("=")[0].replace("-", "_")

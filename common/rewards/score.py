@@ -106,23 +106,16 @@ class Rewards:
 
 
 class RewardFunctions:
-    """Named reward functions with weights.
-
-    Args:
-        functions: By name.
-        weights: One for each.
-        vocabulary: The policy's; unused on texts.
-        other_names: Further paths in the same tables, from which short names must differ too.
-    """
+    """Named reward functions with weights."""
 
     def __init__(
         self,
         functions: Mapping[str, RewardFunction],
         weights: Sequence[float],
-        vocabulary: Vocabulary | Any = None,
-        other_names: Sequence[str] = (),
+        vocabulary: Vocabulary | Any = None,  # the policy's; unused on texts
+        other_names: Sequence[str] = (),  # further paths in the same tables
     ) -> None:
-        """Take the functions."""
+        """Take the functions, and give each a short name that differs from all others."""
         assert len(functions) == len(weights)
         self.functions = dict(functions)
         self.weights = list(weights)
@@ -132,21 +125,13 @@ class RewardFunctions:
     @classmethod
     def find(
         cls,
-        names: Sequence[str],
-        weights: Sequence[float],
+        names: Sequence[str],  # as in `--reward_funcs`
+        weights: Sequence[float],  # one per name; empty for 1 each
         vocabulary: Vocabulary,
         config: CommonConfig,
         other_names: Sequence[str] = (),
     ) -> "RewardFunctions":
         """Find and check every function; `load` reads the reward models' weights.
-
-        Args:
-            names: Built-ins with their argument (`count:x`), file.py:function, which is run as
-                code, and folders or hub ids of reward models.
-            weights: One per name; empty for 1 each.
-            vocabulary: The policy's.
-            config: Of the run.
-            other_names: Further paths in the same tables.
 
         Raises:
             UserError: a name twice or that is no function, a folder without a reward model, or

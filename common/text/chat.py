@@ -42,19 +42,18 @@ def content(message: dict[str, Any]) -> str:
     return message.get("content") or ""
 
 
-def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]:
+def render(
+    raw: RawRow,  # its cells are all of text or all of messages
+    kind: str,  # `sft`, `preference` or `prompts`
+    tokenizer: Any,  # with a chat template for messages
+    number: int = 0,  # of the row in its split
+) -> list[Row]:
     """Rows of text: one per answer of a conversation, one of a pair, one of a row of text.
 
     The prompt is the template's text of all messages before the answer, to where the assistant
     begins, as when the model is used. The completion is what the template writes behind it when the
     answer is the last message. A prompt that ends in a message of the assistant is the beginning of
     the answer: the completion goes on with it. No row has an answer of `weight` 0 or `train` false.
-
-    Args:
-        raw: Cells by column, all of text or all of messages.
-        kind: `sft`, `preference` or `prompts`.
-        tokenizer: One with a chat template for messages.
-        number: Of the row in its split.
 
     Raises:
         UserError: the tokenizer has no chat template, or it writes the beginning of a conversation
@@ -238,16 +237,13 @@ def to_end_of_turn(
 
 
 def as_answers(
-    texts: Sequence[str], prompts: Sequence[Sequence[dict[str, Any]]], tokenizer: Any
+    texts: Sequence[str],  # B completions without their stop token
+    prompts: Sequence[Sequence[dict[str, Any]]],  # B lists of messages, empty for a row of text
+    tokenizer: Any,  # of the policy
 ) -> list[Any]:
     """Completions as arguments of reward functions: texts, or messages where the prompt is such.
 
     The template's end of a turn is cut, also where a policy with another stop token wrote it.
-
-    Args:
-        texts: B completions without their stop token.
-        prompts: B lists of messages, empty for a row of text.
-        tokenizer: Of the policy.
     """
     conversation = next((messages for messages in prompts if messages), None)
     end = TurnEnd(conversation, tokenizer).text if conversation else ""

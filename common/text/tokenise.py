@@ -41,22 +41,14 @@ class _Text(NamedTuple):
 def load_examples(
     config: CommonConfig,
     dataset_name: str,
-    split: str,
-    kind: str,
+    split: str,  # see `reading.held_out_split` for one to evaluate on
+    kind: str,  # `sft`, `preference` or `prompts`
     vocabulary: Vocabulary,
-    num_rows: int = 0,
+    num_rows: int = 0,  # take the first rows only; 0 takes all
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; [] for an empty name or split.
 
     The first process of each machine does it, and shares many rows with the others. Collective.
-
-    Args:
-        config: The limits of their tokens, and options of the data set.
-        dataset_name: As in `load_rows`.
-        split: The split's name; see `reading.held_out_split` for one to evaluate on.
-        kind: `sft`, `preference` or `prompts`.
-        vocabulary: Of the run.
-        num_rows: Take the first rows only; 0 takes all.
 
     Raises:
         UserError: Too many rows are dropped, or all.
@@ -82,7 +74,10 @@ def load_examples(
 
 
 def tokenize_rows(
-    rows: Sequence[Row], vocabulary: Vocabulary, config: CommonConfig, split: str
+    rows: Sequence[Row],
+    vocabulary: Vocabulary,  # with a fast tokenizer, to cut the body of a prompt
+    config: CommonConfig,
+    split: str,  # its name in the report and in errors
 ) -> tuple[list[Example], DataReport]:
     """Tokenise prompts and completions separately; count what is dropped and truncated.
 
@@ -90,12 +85,6 @@ def tokenize_rows(
     than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
     when a prompt or a completion is blank, a pair is identical, a prompt's header alone is too
     long, or a conversation is, or its template leaves out part of the answer.
-
-    Args:
-        rows: All of one kind.
-        vocabulary: Its tokenizer must be a fast one to cut the body of a prompt.
-        config: The limits, and which part of a prompt is cut.
-        split: Name for the report and for errors.
 
     Raises:
         UserError: No prompt has the cue that was asked for.
