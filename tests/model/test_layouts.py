@@ -631,13 +631,13 @@ def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_what_attention_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
     """Once for the last block and once for the others, although FSDP copies a block's inputs."""
-    built, of = [], shared_attention.Queries.of
+    built, columns = [], shared_attention.query_columns
 
-    def noted(layout: Layout, is_tail: bool) -> shared_attention.Queries:
+    def noted(layout: Layout, is_tail: bool) -> Any:
         built.append(is_tail)
-        return of(layout, is_tail)
+        return columns(layout, is_tail)
 
-    monkeypatch.setattr(shared_attention.Queries, "of", noted)
+    monkeypatch.setattr(shared_attention, "query_columns", noted)
     config = tiny.train_config(bf16=bf16)
     policy = Policy(tiny.causal_lm("gpt2", n_layer=5))
     policy = fsdp.shard(policy, config, distributed.mesh(1))
