@@ -89,20 +89,18 @@ class RewardLog:
 class Rewards:
     """Rewards of B completions.
 
-    Attributes:
-        total: Weighted sum over the functions that apply; (B,) float32, or (N, K) of rollouts.
-        by_function: Each function's rewards by its short name, unweighted: of that shape, nan where
-            it does not apply. Of a function that rewards steps, their sum.
-        steps: The weighted rewards of each completion's steps, B entries, of which the total is the
-            sum; empty if no function rewards steps. The rewards of other functions are one more
-            step, which ends with the completion; those of weight 0 are none.
-        log: What the functions gave to `log_extra` and `log_metric`.
+    `by_function` has each function's rewards by its short name, unweighted; of a function that
+    rewards steps, their sum.
+
+    `steps` has the weighted rewards of each completion's steps, of which the total is the sum; it
+    is empty if no function rewards steps. The rewards of other functions are one more step, which
+    ends with the completion; those of weight 0 are none.
     """
 
-    total: Tensor
-    by_function: dict[str, Tensor]
-    steps: "list[StepRewards]"
-    log: RewardLog
+    total: Tensor  # (B,) float32, or (N, K) of rollouts; weighted sum of the functions that apply
+    by_function: dict[str, Tensor]  # of that shape, nan where a function does not apply
+    steps: "list[StepRewards]"  # B entries, or none
+    log: RewardLog  # what the functions gave to `log_extra` and `log_metric`
 
 
 class RewardFunctions:
