@@ -207,7 +207,7 @@ def test_bfloat16_is_as_near_to_float32_as_in_the_padded_layout(family):
     errors, norms = [], []
     for batch in (padded, shared):
         lm = tiny.causal_lm(family).bfloat16()
-        fsdp.project_in_float32(lm)
+        fsdp.use_our_modules(lm, tiny.train_config())
         logps = Policy(lm)(batch).token_logps
         assert logps.dtype == torch.float32
         errors.append(float((logps.detach() - exact).abs().mean()))
