@@ -89,7 +89,7 @@ def tokenize_rows(
     Raises:
         UserError: No prompt has the cue that was asked for.
     """
-    cue = typed_cue(config)
+    cue = config.prompt_cue.replace("\\n", "\n")
     if cue and not any(closing_cue(row.prompt, cue) for row in rows):
         raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
     report = DataReport(split=split, num_rows=len(rows))
@@ -97,7 +97,7 @@ def tokenize_rows(
     boundaries: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
     remaining = progress(rows, "tokenising", len(rows))
     while chunk := list(islice(remaining, CHUNK_ROWS)):
-        prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config)
+        prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config, cue)
         texts = [text for row in chunk for text in row.completions]
         encoded = iter(tokenize_completions(texts, vocabulary, config.max_completion_length))
         for row, prompt in zip(chunk, prompts, strict=True):
@@ -131,13 +131,11 @@ def tokenize_rows(
     return examples, report
 
 
-def typed_cue(config: CommonConfig) -> str:
-    r"""The cue that a flag gives, in which `\n` is a line break."""
-    return config.prompt_cue.replace("\\n", "\n")
-
-
 def _tokenize_prompts(
-    rows: Sequence[Row], tokenizer: Any, config: CommonConfig
+    rows: Sequence[Row],
+    tokenizer: Any,
+    config: CommonConfig,
+    cue: str,  # that a flag gives; see `closing_cue`
 ) -> list[_Text | None]:
     """Prompts that fit, None where no cut makes one fit: a text with the tokenizer's bos.
 
@@ -160,8 +158,7 @@ def _tokenize_prompts(
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             result.append(_Text(text, leading + ids, True))
         else:
-            cue = closing_cue(prompt, typed_cue(config))
-            shorter = truncate_prompt(prompt, tokenizer, room, cue)
+            shorter = truncate_prompt(prompt, tokenizer, room, closing_cue(prompt, cue))
             result.append(_Text(shorter[0], leading + shorter[1], True) if shorter else None)
     return result
 
