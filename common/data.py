@@ -90,18 +90,11 @@ class BatchOrder:
     last one is filled up with None, so that every rank always has `batch_size / world_size`
     entries. All ranks' entries together do not depend on the number of ranks. Each rank gets long
     and short rows, so that ranks do not wait for each other.
-
-    Attributes:
-        lengths: of each row, in tokens; at least one row.
-        batch_size: Rows of a step over all ranks, a multiple of `world_size`.
-        seed: Seed of the permutations.
-        rank: This process.
-        world_size: Number of processes.
     """
 
-    lengths: Sequence[int]
-    batch_size: int
-    seed: int = 0
+    lengths: Sequence[int]  # of each row, in tokens; at least one row
+    batch_size: int  # rows of a step over all ranks, a multiple of `world_size`
+    seed: int = 0  # of the permutations
     rank: int = 0
     world_size: int = 1
 
@@ -146,21 +139,13 @@ class BatchOrder:
 
 @dataclass
 class PromptGroup:
-    """Completions of one prompt that go through a forward pass together.
+    """Completions of one prompt that go through a forward pass together."""
 
-    Attributes:
-        prompt_ids: Never empty.
-        completions: K lists of ids.
-        slots: K numbers, the index of each completion in the caller's tensors; empty in a filler.
-        weight: Rows it counts as in `micro_batch_size`.
-        row: Row of the data set that the prompt came from; -1 if unknown.
-    """
-
-    prompt_ids: list[int]
-    completions: list[list[int]]
-    slots: list[int]
-    weight: int = 1
-    row: int = -1
+    prompt_ids: list[int]  # never empty
+    completions: list[list[int]]  # of K completions
+    slots: list[int]  # K numbers, their indices in the caller's tensors; empty in a filler
+    weight: int = 1  # rows that it counts as in `micro_batch_size`
+    row: int = -1  # of the data set, that the prompt came from; -1 if unknown
 
 
 def cut_group(

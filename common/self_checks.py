@@ -33,7 +33,11 @@ MAX_LENGTH = 128
 
 
 def only_tokens_matter(
-    model: nn.Module, config: CommonConfig, *, is_projected: bool = False, seed: int = 0
+    model: nn.Module,  # a `Policy` or `RewardModel`, sharded or not
+    config: CommonConfig,
+    *,
+    is_projected: bool = False,  # hidden states are projected apart from the model also if padded
+    seed: int = 0,  # of the random tokens
 ) -> None:
     """Check that scores depend on a sequence's tokens alone.
 
@@ -41,12 +45,6 @@ def only_tokens_matter(
     twice; next to a far longer sequence, which pads them on both sides; and when a prompt is
     computed once for several completions. Differences are means over tokens, compared with what
     rounding does to the same model (`rounding_limit`).
-
-    Args:
-        model: `Policy` or `RewardModel`, sharded or not.
-        config: precision, layout and lengths of the run.
-        is_projected: hidden states are projected apart from the model also if padded.
-        seed: of the random tokens.
 
     Raises:
         UserError: chance, padding or sharing a prompt changes scores, or the model scales or caps

@@ -26,8 +26,8 @@ from common.data import (
 )
 from common.errors import UserError
 from common.text import synthetic
+from common.text.chat import render
 from common.text.reading import load_rows
-from common.text.rows import Row
 from common.text.tokenise import count_boundary_merges, load_examples, tokenize_rows
 from common.text.truncate import (
     closing_cue,
@@ -70,7 +70,7 @@ def tokenize(
     limits = {"max_prompt_length": 400, "max_completion_length": 60, "max_dropped_fraction": 0.0}
     config = tiny.train_config(**(limits | fields))
     vocabulary = tiny.vocabulary([stop_id], tokenizer, pad_id=stop_id)
-    texts = [Row.of_text(row, kind, number) for number, row in enumerate(rows)]
+    texts = [render(row, kind, tokenizer, number)[0] for number, row in enumerate(rows)]
     examples, report = tokenize_rows(texts, vocabulary, config, "train")
     report.refuse_lossy(config.max_dropped_fraction)
     return examples, report
@@ -392,7 +392,7 @@ def test_the_boundary_sample_is_bounded_and_spread(plain):
 def test_the_embedded_task_loses_nothing():
     tokenizer = synthetic.train_tokenizer()
     for kind in ("sft", "preference", "prompts"):
-        rows = load_rows("synthetic", "train", kind=kind, num_rows=200)
+        rows = load_rows(tiny.train_config(), "synthetic", "train", kind, 200)
         examples, report = tokenize(rows, tokenizer, kind=kind, max_prompt_length=128)
         assert len(examples) == 200
         assert report.num_prompts_truncated == report.num_boundary_merges == 0
@@ -405,7 +405,7 @@ def test_a_stage_reads_both_splits_within_its_limits(tmp_path, capsys):
     vocabulary = tiny.vocabulary(of=synthetic.train_tokenizer())
     train, test = load_splits(config, "preference", vocabulary)
     assert (len(train), len(test)) == (6, 4)
-    rows = load_rows("synthetic", "validation", kind="preference", num_rows=4)
+    rows = load_rows(config, "synthetic", "validation", "preference", 4)
     assert [example.prompt for example in test] == [row["prompt"] for row in rows]
     assert all(c[-1] == 0 for example in train for c in example.completions)
     printed = capsys.readouterr().out

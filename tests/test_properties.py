@@ -102,7 +102,7 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
 ):
     tokenizer = tiny.tokenizer()
     stop_id = tokenizer.eos_token_id
-    rows = [Row(prompt, [text], "sft", number=i) for i, (prompt, text) in enumerate(texts)]
+    rows = [Row(prompt, [text], number=i) for i, (prompt, text) in enumerate(texts)]
     try:
         examples, report = tokenize_rows(
             rows,
@@ -175,7 +175,7 @@ def assert_read_or_refused(file: Path, kind: Any) -> None:
     """By a stage: read, rendered, tokenised. Text that passes is text."""
     config = tiny.train_config(max_completion_length=8, max_dropped_fraction=1)
     try:
-        rows = load_rows(str(file), "train", kind=kind)
+        rows = load_rows(tiny.train_config(), str(file), "train", kind)
         examples = load_examples(config, str(file), "train", kind, tiny.vocabulary())
     except UserError as error:
         assert_one_sentence(error)

@@ -156,7 +156,9 @@ def export(checkpoint: Path, output_dir: Path, config: ModelFlags, base: str = "
         lm: Any = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
     state = read_weights(checkpoint)
     if manifest["adapters"]:
-        of_adapter = lora.read_settings(str(folder))
+        from peft import LoraConfig
+
+        of_adapter = LoraConfig.from_pretrained(str(folder))
         if not base:
             base, revision = manifest["adapters"]["model_name_or_path"], of_adapter.revision
             config = replace(config, model_name_or_path=base, model_revision=revision or "main")

@@ -22,26 +22,16 @@ WATCHING = "logging, evaluation, checkpoints"
 
 
 def flag(
-    default: Any,
-    description: str,
-    choices: Sequence[Any] | None = None,
+    default: Any,  # a list is copied; a whole number makes the field a count: 0 or more
+    description: str,  # in --help
+    choices: Sequence[Any] | None = None,  # of a list, for each item
     *,
-    required: bool = False,
-    is_path: bool = False,
-    may_change: bool = False,
-    **bounds: float,
+    required: bool = False,  # it must not be empty
+    is_path: bool = False,  # it may name files and folders; a slash at the end is dropped
+    may_change: bool = False,  # a run may be resumed with another value; else it is another run
+    **bounds: float,  # `gt`, `ge`, `lt`, `le`
 ) -> Any:
-    """A dataclass field with its help text and what `check_fields` holds its values to.
-
-    Args:
-        default: A list is copied. A whole number makes the field a count: 0 or more.
-        description: The help text.
-        choices: The values it may take, of a list each item.
-        required: It must not be empty.
-        is_path: It may name files and folders; a slash at the end is dropped.
-        may_change: A run may be resumed with another value; else that makes it another run.
-        bounds: `gt`, `ge`, `lt`, `le`.
-    """
+    """A dataclass field with its help text and what `check_fields` holds its values to."""
     if type(default) is int and not bounds.keys() & {"gt", "ge"}:
         bounds = {"ge": 0, **bounds}
     about = {"default": default, "help": description, "choices": choices and list(choices)}

@@ -10,10 +10,8 @@ from common.errors import UserError, gist, why_missing
 def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
     """The values of a recipe by key.
 
-    Args:
-        file: Its path.
-        typed: As YAML 1.1 reads it, for which 010 is 8, 1:30 is 90 and `no` is false. Else every
-            value is text but for null, as on a command line: its field says what it is.
+    Every value is text but for null, as on a command line: its field says what it is. If `typed`,
+    it is as YAML 1.1 reads it, for which 010 is 8, 1:30 is 90 and `no` is false.
 
     Raises:
         UserError: the file cannot be read, is not YAML, or has a key twice: YAML keeps the last.

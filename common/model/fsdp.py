@@ -181,7 +181,9 @@ def prefetch(blocks: Sequence[nn.Module], num_ahead: int) -> None:
 
 def use_our_modules(lm: PreTrainedModel, config: CommonConfig) -> None:
     """Replace a Hugging Face model's head, GELU and attention by this project's, in place."""
-    project_in_float32(lm)
+    head = lm.get_output_embeddings()
+    if type(head) is nn.Linear:  # a classifier has none
+        head.__class__ = Float32Head
     fuse_gelu(lm)
     from common.model import shared_prefix
 
@@ -212,13 +214,6 @@ def fuse_gelu(lm: nn.Module) -> None:
         for name, child in parent.named_children():
             if isinstance(child, NewGELUActivation):
                 setattr(parent, name, nn.GELU(approximate="tanh"))
-
-
-def project_in_float32(lm: PreTrainedModel) -> None:
-    """Make a language model's logits float32, also under bfloat16; a classifier has none."""
-    head = lm.get_output_embeddings()
-    if type(head) is nn.Linear:
-        head.__class__ = Float32Head
 
 
 def enable_gradient_checkpointing(lm: PreTrainedModel) -> None:

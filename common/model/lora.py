@@ -31,16 +31,6 @@ TRAINED, REFERENCE = "default", "reference"  # adapters in a model; peft calls t
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
-# --- adapter folders ------------------------------------------------------------------------------
-
-
-def read_settings(folder: str) -> Any:
-    """Settings for peft in the folder of an adapter or a checkpoint."""
-    from peft import LoraConfig
-
-    return LoraConfig.from_pretrained(folder)
-
-
 def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
     """Write the trained adapter's weights, picked out of the `state`, as peft's file."""
     named = {

@@ -42,28 +42,23 @@ def branch_attention(
     return output.transpose(0, 1)[None]
 
 
-class Queries(NamedTuple):
-    """Columns of the queries, which are all tokens of a layout or its tails only."""
+def query_columns(layout: Layout, is_tail: bool) -> tuple[list[tuple[int, int, int]], Tensor]:
+    """Columns of the queries, in a row of all tokens of a layout or of its tails only.
 
-    ranges: list[tuple[int, int, int]]  # per prompt (start, end of the trunk, end of the branches)
-    branch_index: Tensor  # (R, L), the columns of the branches
-    is_tail: bool
-
-    @classmethod
-    def of(cls, layout: Layout, is_tail: bool) -> "Queries":
-        """Columns in a row of all tokens, or in a row of tails."""
-        if not is_tail:
-            ranges = [(start, trunk_end, end) for start, _, trunk_end, end in layout.trunks]
-            return cls(ranges, layout.branch_index, False)
-        ranges, num_left_out, before = [], 0, []
-        for start, prompt_end, trunk_end, end in layout.trunks:
-            num_left_out += prompt_end - 1 - start
-            left = num_left_out
-            ranges.append((prompt_end - 1 - left, trunk_end - left, end - left))
-            before.append(left)
-        left_out = on_device(torch.tensor(before), layout.branch_index.device)[layout.branch_owner]
-        index = (layout.branch_index - left_out[:, None]).clamp(min=0)
-        return cls(ranges, index, True)
+    Returns:
+        Per prompt (start, end of the trunk, end of the branches); (R, L) those of the branches.
+    """
+    if not is_tail:
+        bounds = [(start, trunk_end, end) for start, _, trunk_end, end in layout.trunks]
+        return bounds, layout.branch_index
+    bounds, num_left_out, before = [], 0, []
+    for start, prompt_end, trunk_end, end in layout.trunks:
+        num_left_out += prompt_end - 1 - start
+        left = num_left_out
+        bounds.append((prompt_end - 1 - left, trunk_end - left, end - left))
+        before.append(left)
+    left_out = on_device(torch.tensor(before), layout.branch_index.device)[layout.branch_owner]
+    return bounds, (layout.branch_index - left_out[:, None]).clamp(min=0)
 
 
 class Gathers(NamedTuple):
@@ -85,8 +80,9 @@ class Gathers(NamedTuple):
         if (is_tail, dtype) in cache:
             cached: Gathers = cache[is_tail, dtype]
             return cached
-        queries, device = Queries.of(layout, is_tail), layout.branch_index.device
-        q_index, q_mask = ranges([(start, end) for start, end, _ in queries.ranges], device)
+        bounds, branch_queries = query_columns(layout, is_tail)
+        device = layout.branch_index.device
+        q_index, q_mask = ranges([(start, end) for start, end, _ in bounds], device)
         k_index, k_mask = ranges([(start, end) for start, _, end, _ in layout.trunks], device)
         rectangles = [(q_index, k_index)]
         masks: list[Tensor | None] = [None]
@@ -103,12 +99,12 @@ class Gathers(NamedTuple):
             sees_prompt = prompt_mask[owner][:, None].expand(-1, length, -1)
             sees = torch.cat([sees_prompt, causal.expand(num_branches, -1, -1)], -1)
             key_index = torch.cat([prompt_index[owner], layout.branch_index], 1)
-            rectangles.append((queries.branch_index, key_index))
+            rectangles.append((branch_queries, key_index))
             masks.append(additive(sees, dtype))
 
         is_padding = ~torch.cat([q_mask.flatten(), layout.branch_mask.flatten()])
-        columns = torch.cat([q_index.flatten(), queries.branch_index.flatten()])
-        num_queries = queries.ranges[-1][2]
+        columns = torch.cat([q_index.flatten(), branch_queries.flatten()])
+        num_queries = bounds[-1][2]
         columns = columns.masked_fill(is_padding, num_queries)  # behind the last, and dropped
         outputs = torch.arange(len(columns), device=device)
         order = columns.new_empty(num_queries + 1).scatter(0, columns, outputs)

@@ -129,35 +129,26 @@ def count(text: str) -> RewardFunction:
 
 
 def rouge_l(column: str) -> RewardFunction:
-    """ROUGE-L F1 against a reference in that column of the row; None where the column is None."""
+    """ROUGE-L F1 against a reference in that column of the row; None where the column is None.
+
+    Words are runs of letters and digits in lower case, of any alphabet (`rouge-score`, which
+    evaluation reports, knows a-z only).
+    """
+    from common.text import overlap
     from common.text.chat import is_messages
 
-    def overlap(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    def judge(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         for reference in columns[column]:
             if not (reference is None or isinstance(reference, str) or is_messages(reference)):
                 kind = type(reference).__name__
                 raise ValueError(f"the column {column!r} holds {kind}, it must be text or messages")
         pairs = zip(completions, columns[column], strict=True)
-        return [None if r is None else rouge_l_f1(text_of(c), text_of(r)) for c, r in pairs]
+        return [
+            None if r is None else overlap.rouge_l(text_of(c), text_of(r), WORD) for c, r in pairs
+        ]
 
-    overlap.columns = (column,)  # type: ignore[attr-defined]
-    return overlap
-
-
-def rouge_l_f1(candidate: str, reference: str) -> float:
-    """F1 of the longest common subsequence of words (Lin 2004, eq. 2 to 4 with beta = 1).
-
-    With l its length, m words in the reference and n in the candidate: R = l / m, P = l / n and
-    F1 = 2 R P / (R + P) = 2 l / (m + n). Words are runs of letters and digits in lower case, of any
-    alphabet (`rouge-score`, which evaluation reports, knows a-z only).
-
-    Returns:
-        Between 0 (no word in common, or no word at all) and 1 (the same words in the same order).
-    """
-    from common.text.overlap import common_subsequence
-
-    words, others = (WORD.findall(text.lower()) for text in (reference, candidate))
-    return 2 * common_subsequence(words, others) / max(1, len(words) + len(others))
+    judge.columns = (column,)  # type: ignore[attr-defined]
+    return judge
 
 
 def text_of(value: Any) -> str:

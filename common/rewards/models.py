@@ -48,13 +48,13 @@ class RewardModelFunction:
     @torch.no_grad()
     def __call__(
         self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
+        prompts: Sequence[Any],  # B texts, or lists of messages
+        completions: Sequence[Any],  # B texts, or lists of one message
+        completion_ids: Sequence[Sequence[int]],  # for the policy, as `prompt_ids`
         *,
         prompt_ids: Sequence[Sequence[int]],
-        has_stop: Sequence[bool],
-        **columns: Any,
+        has_stop: Sequence[bool],  # whether a completion ends with a stop token of the policy
+        **columns: Any,  # of the rows; those for the chat template are read
     ) -> list[float]:
         """Rewards of B completions, in their order.
 
@@ -62,14 +62,6 @@ class RewardModelFunction:
         and for messages that its chat template writes differently, prompts and completions are
         tokenised again. Behind an answer in messages the turn is ended as the template ends it, and
         the reward is read there.
-
-        Args:
-            prompts: B texts, or lists of messages.
-            completions: B texts, or lists of one message.
-            completion_ids: Their tokens for the policy.
-            prompt_ids: Those of the prompts.
-            has_stop: Whether the completion ends with a stop token of the policy.
-            columns: Of the rows; those for the chat template are read.
         """
         from common.text.chat import TurnEnd
 

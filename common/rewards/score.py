@@ -89,40 +89,31 @@ class RewardLog:
 class Rewards:
     """Rewards of B completions.
 
-    Attributes:
-        total: Weighted sum over the functions that apply; (B,) float32, or (N, K) of rollouts.
-        by_function: Each function's rewards by its short name, unweighted: of that shape, nan where
-            it does not apply. Of a function that rewards steps, their sum.
-        steps: The weighted rewards of each completion's steps, B entries, of which the total is the
-            sum; empty if no function rewards steps. The rewards of other functions are one more
-            step, which ends with the completion; those of weight 0 are none.
-        log: What the functions gave to `log_extra` and `log_metric`.
+    `by_function` has each function's rewards by its short name, unweighted; of a function that
+    rewards steps, their sum.
+
+    `steps` has the weighted rewards of each completion's steps, of which the total is the sum; it
+    is empty if no function rewards steps. The rewards of other functions are one more step, which
+    ends with the completion; those of weight 0 are none.
     """
 
-    total: Tensor
-    by_function: dict[str, Tensor]
-    steps: "list[StepRewards]"
-    log: RewardLog
+    total: Tensor  # (B,) float32, or (N, K) of rollouts; weighted sum of the functions that apply
+    by_function: dict[str, Tensor]  # of that shape, nan where a function does not apply
+    steps: "list[StepRewards]"  # B entries, or none
+    log: RewardLog  # what the functions gave to `log_extra` and `log_metric`
 
 
 class RewardFunctions:
-    """Named reward functions with weights.
-
-    Args:
-        functions: By name.
-        weights: One for each.
-        vocabulary: The policy's; unused on texts.
-        other_names: Further paths in the same tables, from which short names must differ too.
-    """
+    """Named reward functions with weights."""
 
     def __init__(
         self,
         functions: Mapping[str, RewardFunction],
         weights: Sequence[float],
-        vocabulary: Vocabulary | Any = None,
-        other_names: Sequence[str] = (),
+        vocabulary: Vocabulary | Any = None,  # the policy's; unused on texts
+        other_names: Sequence[str] = (),  # further paths in the same tables
     ) -> None:
-        """Take the functions."""
+        """Take the functions, and give each a short name that differs from all others."""
         assert len(functions) == len(weights)
         self.functions = dict(functions)
         self.weights = list(weights)
@@ -132,21 +123,13 @@ class RewardFunctions:
     @classmethod
     def find(
         cls,
-        names: Sequence[str],
-        weights: Sequence[float],
+        names: Sequence[str],  # as in `--reward_funcs`
+        weights: Sequence[float],  # one per name; empty for 1 each
         vocabulary: Vocabulary,
         config: CommonConfig,
         other_names: Sequence[str] = (),
     ) -> "RewardFunctions":
         """Find and check every function; `load` reads the reward models' weights.
-
-        Args:
-            names: Built-ins with their argument (`count:x`), file.py:function, which is run as
-                code, and folders or hub ids of reward models.
-            weights: One per name; empty for 1 each.
-            vocabulary: The policy's.
-            config: Of the run.
-            other_names: Further paths in the same tables.
 
         Raises:
             UserError: a name twice or that is no function, a folder without a reward model, or

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import UserError, gist
 from common.text.example import Example, Vocabulary
-from common.text.rows import COMPLETION_COLUMNS, RawRow, Row, other_columns
+from common.text.rows import COMPLETION_COLUMNS, RawRow, Row
 from common.text.truncate import encode
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # given to the template, as in TRL
@@ -42,7 +42,12 @@ def content(message: dict[str, Any]) -> str:
     return message.get("content") or ""
 
 
-def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]:
+def render(
+    raw: RawRow,  # its cells are all of text or all of messages
+    kind: str,  # `sft`, `preference` or `prompts`
+    tokenizer: Any,  # with a chat template for messages
+    number: int = 0,  # of the row in its split
+) -> list[Row]:
     """Rows of text: one per answer of a conversation, one of a pair, one of a row of text.
 
     The prompt is the template's text of all messages before the answer, to where the assistant
@@ -50,21 +55,17 @@ def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]
     answer is the last message. A prompt that ends in a message of the assistant is the beginning of
     the answer: the completion goes on with it. No row has an answer of `weight` 0 or `train` false.
 
-    Args:
-        raw: Cells by column, all of text or all of messages.
-        kind: `sft`, `preference` or `prompts`.
-        tokenizer: One with a chat template for messages.
-        number: Of the row in its split.
-
     Raises:
         UserError: the tokenizer has no chat template, or it writes the beginning of a conversation
             differently once an answer follows, or `tools` is no JSON.
     """
+    names = COMPLETION_COLUMNS[kind]
+    others = {name: cell for name, cell in raw.items() if name not in ("prompt", *names)}
     if isinstance(raw["prompt"], str):
-        return [Row.of_text(raw, kind, number)]
-    options, others = _template_options(raw), other_columns(raw, kind)
+        return [Row(raw["prompt"], [raw[name] for name in names], others, number)]
+    options = _template_options(raw)
     asked = _without_null(raw["prompt"])
-    chats = [_without_null(raw[name]) for name in COMPLETION_COLUMNS[kind]]  # K lists of messages
+    chats = [_without_null(raw[name]) for name in names]  # K lists of messages
     for messages in [[*asked, *chat] for chat in chats] or [asked]:
         _decode_arguments(messages, tokenizer, options)
     begun = [asked.pop()] if asked[-1]["role"] == "assistant" else []
@@ -86,7 +87,7 @@ def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]
         is_partial = any(
             _leaves_out(answer, opening + text) for answer, text in zip(answers, texts, strict=True)
         )
-        rows.append(Row(prompt, texts, kind, others, number, [*before, *begun], is_partial))
+        rows.append(Row(prompt, texts, others, number, [*before, *begun], is_partial))
     return rows
 
 
@@ -236,16 +237,13 @@ def to_end_of_turn(
 
 
 def as_answers(
-    texts: Sequence[str], prompts: Sequence[Sequence[dict[str, Any]]], tokenizer: Any
+    texts: Sequence[str],  # B completions without their stop token
+    prompts: Sequence[Sequence[dict[str, Any]]],  # B lists of messages, empty for a row of text
+    tokenizer: Any,  # of the policy
 ) -> list[Any]:
     """Completions as arguments of reward functions: texts, or messages where the prompt is such.
 
     The template's end of a turn is cut, also where a policy with another stop token wrote it.
-
-    Args:
-        texts: B completions without their stop token.
-        prompts: B lists of messages, empty for a row of text.
-        tokenizer: Of the policy.
     """
     conversation = next((messages for messages in prompts if messages), None)
     end = TurnEnd(conversation, tokenizer).text if conversation else ""

@@ -21,21 +21,14 @@ class Vocabulary:
 class Example:
     """A prompt with its K completions as token ids.
 
-    Attributes:
-        row: Index into the rows that were read; answers of one conversation share it.
-        prompt: The prompt's text, after truncation.
-        prompt_ids: Ids of `prompt`, never empty.
-        completions: K lists of ids (sft 1, preference 2: chosen, rejected; prompts 0), each ending
-            in the stop token unless it was truncated.
-        columns: The row's other columns, for reward functions and reports.
-        source: `Row.source` of the row, before truncation.
-        messages: The prompt as messages, empty if the row was text.
+    K is 1 in SFT, 2 of a pair (chosen, rejected) and 0 of a prompt alone. A completion ends in the
+    stop token unless it was truncated.
     """
 
-    row: int
-    prompt: str
-    prompt_ids: list[int]
+    row: int  # index into the rows that were read; answers of one conversation share it
+    prompt: str  # its text, after truncation
+    prompt_ids: list[int]  # never empty
     completions: list[list[int]]
-    columns: dict[str, Any]
-    source: str = "other"
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    columns: dict[str, Any]  # the others, for reward functions and reports
+    source: str = "other"  # `Row.source`, before truncation
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt; empty for text

@@ -12,19 +12,17 @@ WORD = re.compile(r"[a-z0-9]+")
 
 def rouge_n(candidate: str, reference: str, n: int = 1) -> float:
     """F1 of ROUGE-N: overlap of n-grams, each counted as often as both texts have it."""
-    counts, expected = ngrams(words(candidate), n), ngrams(words(reference), n)
+    counts, expected = (ngrams(WORD.findall(t.lower()), n) for t in (candidate, reference))
     return _f1((counts & expected).total(), counts.total(), expected.total())
 
 
-def rouge_l(candidate: str, reference: str) -> float:
-    """F1 of ROUGE-L: longest common subsequence of the words, each text taken as one sentence."""
-    tokens, expected = words(candidate), words(reference)
+def rouge_l(candidate: str, reference: str, word: re.Pattern[str] = WORD) -> float:
+    """F1 of ROUGE-L: longest common subsequence of the words, each text taken as one sentence.
+
+    Lin 2004, eq. 2 to 4 with beta = 1.
+    """
+    tokens, expected = (word.findall(text.lower()) for text in (candidate, reference))
     return _f1(common_subsequence(tokens, expected), len(tokens), len(expected))
-
-
-def words(text: str) -> list[str]:
-    """The tokens of a text."""
-    return WORD.findall(text.lower())
 
 
 def common_subsequence(first: list[str], second: list[str]) -> int:

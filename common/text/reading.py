@@ -2,11 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from common import distributed
 from common.config.flags import AUTO
@@ -14,39 +12,28 @@ from common.config.stages import CommonConfig
 from common.errors import UserError
 from common.text import schemas, sources
 from common.text.data_report import progress
-from common.text.rows import COMPLETION_COLUMNS, RawRow
+from common.text.rows import RawRow
 
 HELD_OUT_SPLITS = ("validation", "test")  # of which AUTO takes the first that is there
 
 
 def load_rows(
-    dataset_name: str,
-    split: str,
-    *,
-    kind: str,
-    num_rows: int = 0,
-    dataset_config: str = "",
-    dataset_revision: str = "",
-    column_map: Mapping[str, str] = MappingProxyType({}),
-    may_lack: bool = False,
+    config: CommonConfig, dataset_name: str, split: str, kind: str, num_rows: int = 0
 ) -> list[RawRow]:
     """Read one split and check every row against the schema of its kind.
 
+    A file is the split `train`, or the one it is named after (`validation.jsonl`). A folder has a
+    file, or shards `split-00000-of-00002.parquet`, per split, also in its subfolder `data`.
+
     Args:
-        dataset_name: `synthetic`; a file (.jsonl, .jsonl.gz, .json, .parquet), which is the split
-            `train`, or the one it is named after (`validation.jsonl`); a folder with a file, or
-            shards `split-00000-of-00002.parquet`, per split (also in its subfolder `data`); one
-            that `save_to_disk` has written; else a hub id.
+        config: Its columns are renamed in every data set; those of a second one may lack them.
+        dataset_name: `synthetic`, a file, a folder, also one of `save_to_disk`, or a hub id.
         split: Name of the split, no other one takes its place; of some of its rows, counted from 0,
             as in `datasets`: `train[160:320]`.
         kind: `sft` (prompt, completion; or messages, of which every answer is trained),
             `preference` (prompt, chosen, rejected; without a `prompt` column it is the prefix that
             both texts share) or `prompts` (prompt). Other columns are kept as they are.
         num_rows: Take the first rows only; 0 takes all.
-        dataset_config: Name of the hub data set's configuration, if it has several.
-        dataset_revision: Branch, tag or commit of the hub data set; empty: its main branch.
-        column_map: Columns to rename, old names by new ones.
-        may_lack: Columns of the map need not be there.
 
     Returns:
         At least one row, of texts or of messages: then a completion is one, of the assistant. Any
@@ -55,32 +42,37 @@ def load_rows(
     Raises:
         UserError: Names the file or split, the row (counted from 1) and the column.
     """
-    assert kind in COMPLETION_COLUMNS, kind
     if dataset_name == "synthetic":
         from common.text import synthetic
 
         name, row_slice = sources.parse_split(split)
         limit = row_slice.stop or (num_rows and (row_slice.start or 0) + num_rows)
         return synthetic.make_rows(kind, name, limit)[row_slice][: num_rows or None]
-    label, unchecked = _open_split(dataset_name, split, dataset_config, dataset_revision)
+    label, unchecked = _open_split(config, dataset_name, split)
     rows = list(progress(unchecked, "reading"))
     if not rows:
         raise UserError(f"{label} has no rows; at least one is needed.")
-    rows = schemas.rename_columns(rows, column_map, label, may_lack=may_lack)
+    may_lack = dataset_name != config.dataset_name
+    rows = schemas.rename_columns(rows, config.renamed_columns, label, may_lack=may_lack)
     return schemas.standardise(rows[: num_rows or None], kind, label)
 
 
 def _open_split(
-    dataset_name: str, split: str, config: str, revision: str
+    config: CommonConfig, dataset_name: str, split: str
 ) -> tuple[str, Iterator[RawRow]]:
-    """The split's name in messages, and an iterator over its unchecked rows."""
+    """The split's name in messages, and an iterator over its unchecked rows.
+
+    Configuration and revision belong to the data set that they were given with, not to a second.
+    """
     label = f"{os.path.expanduser(dataset_name)} split {split!r}"
     if files := sources.data_files(dataset_name, split):
         row_slice = sources.parse_split(split)[1]
         rows = (row for file in files for row in sources.read_file(file))
         label = os.fspath(files[0]) if len(files) == 1 else label
         return label, islice(rows, row_slice.start, row_slice.stop)
-    data = sources.rows_of(dataset_name, split, config, revision)
+    is_main = dataset_name == config.dataset_name
+    subset, revision = config.dataset_config * is_main, config.dataset_revision * is_main
+    data = sources.rows_of(dataset_name, split, subset, revision)
     return label, (row for p in data.with_format("arrow").iter(1000) for row in p.to_pylist())
 
 
@@ -98,17 +90,15 @@ def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bo
         return ""
     if dataset_name == "synthetic":
         return "validation" if split == AUTO else split
-    is_main = dataset_name == config.dataset_name
-    subset, revision = config.dataset_config * is_main, config.dataset_revision * is_main
     if split != AUTO:
-        _open_split(dataset_name, split, subset, revision)
+        _open_split(config, dataset_name, split)
         return split
     path = Path(os.path.expanduser(dataset_name))
     if path.is_file() and not is_trained_on:
         return path.name.split(".")[0]
     for name in HELD_OUT_SPLITS if not path.is_file() else ():
         with contextlib.suppress(sources.NoSuchSplitError):
-            _open_split(dataset_name, name, subset, revision)
+            _open_split(config, dataset_name, name)
             return name
     return ""
 
@@ -122,24 +112,9 @@ def has_pairs(config: CommonConfig, split: str) -> bool:
     name = config.dataset_name
     if name == "synthetic":
         return True
-    columns = next(_open_split(name, split, config.dataset_config, config.dataset_revision)[1], {})
+    columns = next(_open_split(config, name, split)[1], {})
     names = {old: new for new, old in config.renamed_columns.items()}
     has_one = not {"chosen", "rejected"}.isdisjoint(names.get(name, name) for name in columns)
     if not has_one:
         distributed.print_rank0(f"{name} has no columns chosen and rejected: prompts only")
     return has_one
-
-
-def source_options(config: CommonConfig, dataset_name: str) -> dict[str, Any]:
-    """Arguments of `load_rows` for a data set of a run.
-
-    A configuration and a revision belong to the data set that they were given with, not to a second
-    one; columns are renamed in both, where they are there.
-    """
-    is_main = dataset_name == config.dataset_name
-    return {
-        "dataset_config": config.dataset_config * is_main,
-        "dataset_revision": config.dataset_revision * is_main,
-        "column_map": config.renamed_columns,
-        "may_lack": not is_main,
-    }

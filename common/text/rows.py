@@ -16,31 +16,14 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Row:
-    """A prompt with its K completions as text; of a conversation one row per answer.
+    """A prompt with its K completions as text; of a conversation one row per answer."""
 
-    Attributes:
-        prompt: Text. Of a conversation, all that its template writes before the answer.
-        completions: K texts, one for each of `COMPLETION_COLUMNS[kind]`.
-        kind: `sft`, `preference` or `prompts`.
-        columns: The other columns, for reward functions and reports.
-        number: Index into the rows that were read; answers of one conversation share it.
-        messages: The prompt as messages, empty if the row was text.
-        is_partial: The template leaves out words, thoughts or calls of an answer.
-    """
-
-    prompt: str
-    completions: list[str]
-    kind: str
-    columns: dict[str, Any] = field(default_factory=dict)
-    number: int = 0
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    is_partial: bool = False
-
-    @classmethod
-    def of_text(cls, raw: RawRow, kind: str, number: int = 0) -> "Row":
-        """A row whose cells are text."""
-        completions = [raw[name] for name in COMPLETION_COLUMNS[kind]]
-        return cls(raw["prompt"], completions, kind, other_columns(raw, kind), number)
+    prompt: str  # of a conversation, all that its template writes before the answer
+    completions: list[str]  # one for each of its kind's `COMPLETION_COLUMNS`
+    columns: dict[str, Any] = field(default_factory=dict)  # the others, for reward functions
+    number: int = 0  # index into the rows that were read; answers of one conversation share it
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt; empty for text
+    is_partial: bool = False  # the template leaves out words, thoughts or calls of an answer
 
     @property
     def source(self) -> str:
@@ -62,8 +45,3 @@ class Row:
             return "tldr"
         is_article = self.prompt.startswith("TITLE:") and "\n\nPOST:" not in self.prompt
         return "cnn_dm" if is_article else "other"
-
-
-def other_columns(raw: RawRow, kind: str) -> dict[str, Any]:
-    """The columns that are neither prompt nor completion."""
-    return {k: v for k, v in raw.items() if k not in ("prompt", *COMPLETION_COLUMNS[kind])}

@@ -8,8 +8,6 @@ A row is a function of (kind, split, seed, index): asking for fewer rows gives a
 posts use (who, thing, place) combinations that no training post uses, whatever the seed.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -180,16 +178,12 @@ def gold_reward(completion: str, facts: Facts) -> float:
 def train_tokenizer(vocab_size: int = 1024) -> Any:
     """A byte-level BPE tokenizer trained on the task's training posts; the same bytes every time.
 
-    Args:
-        vocab_size: tokens, at least the 256 bytes and the two special ones.
-
-    Returns:
-        A `PreTrainedTokenizerFast`: `<|endoftext|>` is token 0 (eos, bos), `<|pad|>` token 1.
+    `<|endoftext|>` is token 0 (eos, bos), `<|pad|>` token 1.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    assert vocab_size >= 258, vocab_size
+    assert vocab_size >= 258, vocab_size  # the 256 bytes and the two special ones
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

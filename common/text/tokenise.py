@@ -3,10 +3,8 @@
 `load_examples` reads a split, renders messages, and tokenises prompts and completions apart.
 """
 
-import contextlib
-import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from common.text import shared_rows
 from common.text.chat import render
 from common.text.data_report import DataReport, progress
 from common.text.example import Example, Vocabulary
-from common.text.reading import load_rows, source_options
+from common.text.reading import load_rows
 from common.text.rows import Row
 from common.text.truncate import (
     CHUNK_ROWS,
@@ -43,22 +41,14 @@ class _Text(NamedTuple):
 def load_examples(
     config: CommonConfig,
     dataset_name: str,
-    split: str,
-    kind: str,
+    split: str,  # see `reading.held_out_split` for one to evaluate on
+    kind: str,  # `sft`, `preference` or `prompts`
     vocabulary: Vocabulary,
-    num_rows: int = 0,
+    num_rows: int = 0,  # take the first rows only; 0 takes all
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; [] for an empty name or split.
 
     The first process of each machine does it, and shares many rows with the others. Collective.
-
-    Args:
-        config: The limits of their tokens, and options of the data set.
-        dataset_name: As in `load_rows`.
-        split: The split's name; see `reading.held_out_split` for one to evaluate on.
-        kind: `sft`, `preference` or `prompts`.
-        vocabulary: Of the run.
-        num_rows: Take the first rows only; 0 takes all.
 
     Raises:
         UserError: Too many rows are dropped, or all.
@@ -67,15 +57,13 @@ def load_examples(
         return []
 
     def read() -> list[Example]:
-        options = source_options(config, dataset_name)  # revision, renamed columns, ...
-        raw_rows = load_rows(dataset_name, split, kind=kind, num_rows=num_rows, **options)
+        raw_rows = load_rows(config, dataset_name, split, kind, num_rows)
         rows = [
             row
             for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))
             for row in render(raw, kind, vocabulary.tokenizer, number)
         ]
-        with tokenizer_threads():
-            examples, report = tokenize_rows(rows, vocabulary, config, split)
+        examples, report = tokenize_rows(rows, vocabulary, config, split)
         if kind == "sft":
             report.num_conversations = len({row.number for row in rows if row.messages})
         distributed.print_rank0(report)
@@ -85,19 +73,11 @@ def load_examples(
     return shared_rows.run_once_per_host(read)
 
 
-@contextlib.contextmanager
-def tokenizer_threads() -> Iterator[None]:
-    """Let the tokenizer use all cores; `distributed.quieten` turns its threads off."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    try:
-        yield
-    finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
-
-
 def tokenize_rows(
-    rows: Sequence[Row], vocabulary: Vocabulary, config: CommonConfig, split: str
+    rows: Sequence[Row],
+    vocabulary: Vocabulary,  # with a fast tokenizer, to cut the body of a prompt
+    config: CommonConfig,
+    split: str,  # its name in the report and in errors
 ) -> tuple[list[Example], DataReport]:
     """Tokenise prompts and completions separately; count what is dropped and truncated.
 
@@ -106,16 +86,10 @@ def tokenize_rows(
     when a prompt or a completion is blank, a pair is identical, a prompt's header alone is too
     long, or a conversation is, or its template leaves out part of the answer.
 
-    Args:
-        rows: All of one kind.
-        vocabulary: Its tokenizer must be a fast one to cut the body of a prompt.
-        config: The limits, and which part of a prompt is cut.
-        split: Name for the report and for errors.
-
     Raises:
         UserError: No prompt has the cue that was asked for.
     """
-    cue = typed_cue(config)
+    cue = config.prompt_cue.replace("\\n", "\n")
     if cue and not any(closing_cue(row.prompt, cue) for row in rows):
         raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
     report = DataReport(split=split, num_rows=len(rows))
@@ -123,7 +97,7 @@ def tokenize_rows(
     boundaries: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
     remaining = progress(rows, "tokenising", len(rows))
     while chunk := list(islice(remaining, CHUNK_ROWS)):
-        prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config)
+        prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config, cue)
         texts = [text for row in chunk for text in row.completions]
         encoded = iter(tokenize_completions(texts, vocabulary, config.max_completion_length))
         for row, prompt in zip(chunk, prompts, strict=True):
@@ -157,13 +131,11 @@ def tokenize_rows(
     return examples, report
 
 
-def typed_cue(config: CommonConfig) -> str:
-    r"""The cue that a flag gives, in which `\n` is a line break."""
-    return config.prompt_cue.replace("\\n", "\n")
-
-
 def _tokenize_prompts(
-    rows: Sequence[Row], tokenizer: Any, config: CommonConfig
+    rows: Sequence[Row],
+    tokenizer: Any,
+    config: CommonConfig,
+    cue: str,  # that a flag gives; see `closing_cue`
 ) -> list[_Text | None]:
     """Prompts that fit, None where no cut makes one fit: a text with the tokenizer's bos.
 
@@ -186,8 +158,7 @@ def _tokenize_prompts(
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             result.append(_Text(text, leading + ids, True))
         else:
-            cue = closing_cue(prompt, typed_cue(config))
-            shorter = truncate_prompt(prompt, tokenizer, room, cue)
+            shorter = truncate_prompt(prompt, tokenizer, room, closing_cue(prompt, cue))
             result.append(_Text(shorter[0], leading + shorter[1], True) if shorter else None)
     return result
 
@@ -237,7 +208,7 @@ def _drop_reason(row: Row, prompt: _Text | None, completions: Sequence[_Text]) -
         return "empty prompt"
     if any(not completion.text.strip() for completion in completions):
         return "empty completion"
-    if row.kind == "preference" and completions[0].ids == completions[1].ids:
+    if len(completions) == 2 and completions[0].ids == completions[1].ids:
         return "identical pair"
     return ""
 

@@ -25,9 +25,7 @@ _CUTS = (
 def closing_cue(prompt: str, cue: str = "") -> str:
     """The end of a prompt that is never cut, with the white space around; empty if it has none.
 
-    Args:
-        prompt: Text.
-        cue: What it ends in; empty: what follows its last blank line, if that is short.
+    It is the `cue`, or, if none is given, what follows the last blank line, if that is short.
     """
     text = prompt.rstrip()
     if not cue:
@@ -71,15 +69,12 @@ def cut_body(body: str, limit: int) -> str:
 
 
 def truncate_prompt(
-    prompt: str, tokenizer: Any, max_length: int, fallback_cue: str = ""
+    prompt: str,  # of more than `max_length` tokens
+    tokenizer: Any,  # a fast one, which knows the characters of each token
+    max_length: int,  # tokens, header and cue included
+    fallback_cue: str = "",  # of a prompt that has no `TL;DR:`
 ) -> tuple[str, list[int]] | None:
     """Cut the body of a prompt that is too long; header and cue stay whole.
-
-    Args:
-        prompt: Text of more than `max_length` tokens.
-        tokenizer: A fast tokenizer, which knows the characters of each token.
-        max_length: Tokens, header and cue included.
-        fallback_cue: The cue of a prompt that has no `TL;DR:`.
 
     Returns:
         The shorter prompt and its ids, at most `max_length`; None if header and cue leave no room.

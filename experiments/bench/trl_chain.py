@@ -58,7 +58,7 @@ def make_start(config: Any) -> None:
         part.save_pretrained(folder / "model")
     for stage, kind in KINDS.items():
         recipe = read_config(stage, [f"--config=assets/recipes/demo/{stage}.yaml"])
-        rows = load_rows("synthetic", "train", kind=kind, num_rows=recipe.num_train_rows)
+        rows = load_rows(recipe, "synthetic", "train", kind, recipe.num_train_rows)
         write_atomically(folder / f"{stage}.jsonl", map(json_line, rows))
 
 

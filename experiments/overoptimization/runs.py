@@ -19,7 +19,7 @@ from common.noise import derive_seed, permutation
 from common.pairs.from_rollouts import higher_first, informative_pairs, sampled_pairs, write_jsonl
 from common.record.jsonl import json_line, write_atomically
 from common.sampling.sampler import Rollouts
-from common.text.reading import load_rows, source_options
+from common.text.reading import load_rows
 from experiments import stages
 from experiments.overoptimization.config import OveroptimizationConfig
 from experiments.overoptimization.measuring import Measured, Measurer
@@ -67,8 +67,7 @@ class Chain:
     def train_proxy(self) -> Path:
         """Train the proxy reward model on some of the pairs; returns its folder."""
         config, name = self.config, self.config.dataset_name
-        options = source_options(config, name)
-        pairs = load_rows(name, config.dataset_train_split, kind="preference", **options)
+        pairs = load_rows(config, name, config.dataset_train_split, "preference")
         chosen = map(json_line, choose(pairs, config, "num_proxy_pairs"))
         write_atomically(self.folder / "proxy_pairs.jsonl", chosen)
         return self.make("reward", "proxy", config.reward_recipe, "proxy_pairs.jsonl")

@@ -17,8 +17,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
+from common.text.chat import render
 from common.text.reading import load_rows
-from common.text.rows import Row
 from common.text.tokenise import tokenize_rows
 from experiments.bench import __main__ as bench
 from experiments.bench import fixture, flops, our_stages
@@ -52,10 +52,12 @@ def test_lengths_are_those_of_the_distribution():
 def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
     path = folder / "data" / f"{row.data_name}.jsonl"
     recorded = json.loads((folder / "fixture.json").read_text())["lengths"][row.data_name]
+    config = tiny.train_config(max_prompt_length=384, max_dropped_fraction=0.0)
+    raw_rows = load_rows(config, str(path), "train", row.kind)
     examples, report = tokenize_rows(
-        [Row.of_text(raw, row.kind) for raw in load_rows(str(path), "train", kind=row.kind)],
+        [text for raw in raw_rows for text in render(raw, row.kind, None)],
         tiny.vocabulary([EOS_ID], AutoTokenizer.from_pretrained(folder / "policy"), pad_id=EOS_ID),
-        tiny.train_config(max_prompt_length=384, max_dropped_fraction=0.0),
+        config,
         "train",
     )
     lost = (report.num_prompts_truncated, report.num_completions_truncated, report.num_dropped)

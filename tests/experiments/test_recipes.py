@@ -184,9 +184,11 @@ def test_scitldr_s_script_makes_the_rows_of_its_recipes(tmp_path):
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs" / "test.jsonl").write_text("\n".join(map(json.dumps, articles)))
     make_rows("scitldr", tmp_path, "--source", ".", "--pairs_source", "pairs")
-    (row,) = load_rows(str(tmp_path / "data/scitldr"), "validation", kind="sft")
+    (row,) = load_rows(tiny.train_config(), str(tmp_path / "data/scitldr"), "validation", "sft")
     assert row == {"prompt": "TITLE: T\n\nPOST: One. Two.\n\nTL;DR:", "completion": " Own."}
-    pairs = load_rows(str(tmp_path / "data/summeval_preference"), "validation", kind="preference")
+    pairs = load_rows(
+        tiny.train_config(), str(tmp_path / "data/summeval_preference"), "validation", "preference"
+    )
     found = {(row["chosen"], row["rejected"], row["margin"]) for row in pairs}
     assert found == {(" b", " a", 1.75), (" c", " a", 1.5)}
     assert len(read_jsonl(tmp_path / "data/summeval_preference/train.jsonl")) == 4 * 2
@@ -258,7 +260,7 @@ def test_two_steps_of_a_chain_with_rewards_that_are_functions(chain, working_dir
 
 def test_one_sentence_passes_if_it_is_short_and_about_the_text(working_directory):
     file = str(working_directory / "data" / "one-sentence" / "train.jsonl")
-    row = load_rows(file, "train", kind="sft")[0]
+    row = load_rows(tiny.train_config(), file, "train", "sft")[0]
     long = "This one is too long for the text."
     assert row["text"] == "T\n\n" + " ".join(["We train it. It is fast.", *[long] * 4])
     assert row["prompt"][-1]["content"].endswith(f" 8 to 16 words:\n\n{row['text']}")
@@ -303,7 +305,7 @@ def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory):
         "validation.jsonl",
     ]
     for split in ("train", "validation"):
-        pairs = load_rows(str(folder / "pairs"), split, kind="preference")
+        pairs = load_rows(tiny.train_config(), str(folder / "pairs"), split, "preference")
         assert 0 < len(pairs) <= 4 * 6, "of four samples of four prompts, but for equal rewards"
         assert all(row["chosen_reward"] > row["rejected_reward"] for row in pairs)
         gold = tiny.reward_functions([f"{GOLD}:{CLASSIFIER}"], [1.0])
@@ -338,7 +340,7 @@ def make_imdb(folder: Path) -> None:
     assert gone.stderr.count("\n") == 1
     assert "local copies are given by --source FOLDER --tokenizer FOLDER." in gone.stderr
     make_rows("sentiment", folder, "--source", "aclImdb", "--tokenizer", "gpt2-large")
-    rows = load_rows(str(folder / "data" / "imdb"), "train", kind="sft")
+    rows = load_rows(tiny.train_config(), str(folder / "data" / "imdb"), "train", "sft")
     assert len(rows) == 12
     tokenizer = AutoTokenizer.from_pretrained(folder / "gpt2-large")
     for row in rows:
@@ -363,7 +365,7 @@ def save_classifier(folder: Path) -> None:
 
 def test_rows_of_gsm8k_are_conversations_with_a_final_answer(working_directory):
     file = str(working_directory / "data" / "gsm8k" / "train.jsonl")
-    rows = load_rows(file, "train", kind="sft")
+    rows = load_rows(tiny.train_config(), file, "train", "sft")
     assert [row["prompt"][-1]["content"] for row in rows] == [q["question"] for q in QUESTIONS]
     (answer,) = rows[2]["completion"]
     assert answer == {"role": "assistant", "content": "There are 3 + 3 = 6 apples.\n#### 6"}

@@ -236,7 +236,7 @@ def test_iterative_dpo_and_grpo_sample_and_train_on_as_much(monkeypatch):
     grpo, rounds = runs["grpo"], [runs[f"round_{i}"] for i in (1, 2, 3)]
     sampled = grpo.max_steps * grpo.batch_size * grpo.num_candidates
     rows = [
-        len(load_rows("synthetic", run.dataset_train_split, kind="prompts"))
+        len(load_rows(run, "synthetic", run.dataset_train_split, "prompts"))
         for run in (runs["once"], *rounds)
     ]
     prompts = zip(rows, (runs["once"], *rounds), strict=True)

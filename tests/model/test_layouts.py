@@ -207,7 +207,7 @@ def test_bfloat16_is_as_near_to_float32_as_in_the_padded_layout(family):
     errors, norms = [], []
     for batch in (padded, shared):
         lm = tiny.causal_lm(family).bfloat16()
-        fsdp.project_in_float32(lm)
+        fsdp.use_our_modules(lm, tiny.train_config())
         logps = Policy(lm)(batch).token_logps
         assert logps.dtype == torch.float32
         errors.append(float((logps.detach() - exact).abs().mean()))
@@ -631,13 +631,13 @@ def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_what_attention_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
     """Once for the last block and once for the others, although FSDP copies a block's inputs."""
-    built, of = [], shared_attention.Queries.of
+    built, columns = [], shared_attention.query_columns
 
-    def noted(layout: Layout, is_tail: bool) -> shared_attention.Queries:
+    def noted(layout: Layout, is_tail: bool) -> Any:
         built.append(is_tail)
-        return of(layout, is_tail)
+        return columns(layout, is_tail)
 
-    monkeypatch.setattr(shared_attention.Queries, "of", noted)
+    monkeypatch.setattr(shared_attention, "query_columns", noted)
     config = tiny.train_config(bf16=bf16)
     policy = Policy(tiny.causal_lm("gpt2", n_layer=5))
     policy = fsdp.shard(policy, config, distributed.mesh(1))

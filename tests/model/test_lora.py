@@ -557,7 +557,9 @@ def test_peft_computes_the_exported_reward_model_from_base_and_adapter(folder):
 
 
 def test_the_base_of_an_export_is_read_at_its_adapter_s_revision(folder, tmp_path, monkeypatch):
-    read, seen = lora.read_settings, []
+    from peft import LoraConfig
+
+    read, seen = LoraConfig.from_pretrained, []
 
     def of_revision(path: str) -> Any:
         settings = read(path)
@@ -568,7 +570,7 @@ def test_the_base_of_an_export_is_read_at_its_adapter_s_revision(folder, tmp_pat
         seen.append((path, config.model_name_or_path, config.model_revision))
         raise UserError("it is far.")
 
-    monkeypatch.setattr(lora, "read_settings", of_revision)
+    monkeypatch.setattr(LoraConfig, "from_pretrained", of_revision)
     monkeypatch.setattr(hf_folder, "read_base", read_base)
     checkpoint = str(layout.folder_of(folder / "2" / "sft", STEPS))
     with pytest.raises(

@@ -175,7 +175,7 @@ def test_written_pairs_are_rows_of_every_stage(tmp_path):
     from_rollouts.write_jsonl(file, pairs)
     row = {"prompt": "A prompt TL;DR:", "chosen": " three", "rejected": " one two\u2028"}
     rewards = {"chosen_reward": 0.75, "rejected_reward": 0.5}
-    assert load_rows(str(file), "train", kind="preference") == [row | rewards]
+    assert load_rows(tiny.train_config(), str(file), "train", "preference") == [row | rewards]
     example = pairs[0].example
     assert example.completions == [rollouts_of(texts).completion_ids[i] for i in (1, 0)]
     assert (example.row, example.prompt_ids, example.columns) == (0, [5, 6], {"facts": 1})

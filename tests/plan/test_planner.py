@@ -225,8 +225,7 @@ def test_a_gpt2_block_keeps_what_is_worked_out_by_hand(shapes: Path):
 def kept_by_a_real_pass(family: str, layout: str, num_completions: int) -> int:
     """Bytes of the storages that the graph of a policy's scores keeps, without parameters'."""
     model = Policy(tiny.causal_lm(family)).train()
-    fsdp.project_in_float32(model.lm)
-    fsdp.fuse_gelu(model.lm)
+    fsdp.use_our_modules(model.lm, tiny.train_config(layout=layout))
     # One is shorter: without padding transformers makes no mask.
     prompts = [tiny.random_ids(40 - (n == 3), seed=n) for n in range(4)]
     completions = [

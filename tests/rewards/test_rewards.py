@@ -25,10 +25,11 @@ from common.data import Example
 from common.errors import UserError
 from common.model import load
 from common.rewards import models
-from common.rewards.functions import is_reward_model, rouge_l_f1
+from common.rewards.functions import WORD, is_reward_model
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
+from common.text.overlap import rouge_l
 
 FILE = """
 from dataclasses import dataclass
@@ -390,7 +391,7 @@ def test_an_answer_that_is_no_number_is_named():
     ],
 )
 def test_rouge_l_on_cases_worked_by_hand(candidate, reference, expected):
-    assert rouge_l_f1(candidate, reference) == pytest.approx(expected, abs=1e-12)
+    assert rouge_l(candidate, reference, WORD) == pytest.approx(expected, abs=1e-12)
 
 
 def test_rouge_l_is_the_longest_of_all_common_subsequences():
@@ -402,7 +403,8 @@ def test_rouge_l_is_the_longest_of_all_common_subsequences():
         )
         longest = max(map(len, in_one & in_other))
         expected = 2 * longest / (len(one) + len(other))
-        assert rouge_l_f1(" ".join(one), " ".join(other)) == pytest.approx(expected, abs=1e-12)
+        found = rouge_l(" ".join(one), " ".join(other), WORD)
+        assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_reference_of_rouge_l_is_a_column_of_text_or_messages():

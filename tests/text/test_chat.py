@@ -267,7 +267,7 @@ def test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_load
 
 def test_text_is_left_as_it_is(tokenizer):
     row = {"prompt": "Why?", "completion": " Because."}
-    assert render(row, "sft", tokenizer) == [Row.of_text(row, "sft")]
+    assert render(row, "sft", tokenizer) == [Row("Why?", [" Because."])]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from common.data import load_splits
 from common.errors import UserError
 from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
 from common.text import reading, sources
-from common.text.reading import load_rows
 from common.text.rows import COMPLETION_COLUMNS, Row
 from common.text.tokenise import load_examples
 
@@ -46,6 +45,12 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
+
+
+def load_rows(name: str, split: str, kind: str, num_rows: int = 0, **fields: Any) -> list[Any]:
+    """Rows of a run's main data set."""
+    config = tiny.train_config(dataset_name=name, **fields)
+    return reading.load_rows(config, name, split, kind, num_rows)
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:
@@ -430,7 +435,7 @@ def test_a_prompt_beside_messages_that_do_not_hold_it_is_refused(tmp_path):
     ],
 )
 def test_row_source(row, expected):
-    assert Row.of_text(row, "prompts").source == expected
+    assert Row(row["prompt"], [], row).source == expected
 
 
 def test_a_split_may_be_some_of_its_rows_as_in_datasets(tmp_path):
