@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from common import distributed
-from common.checkpoint import checkpointer, layout
+from common.checkpoint import layout, sharded_state
 from common.checkpoint.checkpointer import Checkpointer
 from common.forward import Policy, RewardModel
 from common.model import fsdp, optim
@@ -42,8 +42,8 @@ def save_both_ways(into: str) -> None:
         parameter.grad = parameter.detach().clone()
     optimizer.step()
     for name in ("ours", "torch"):
-        writer = HuggingFaceStorageWriter if name == "torch" else checkpointer.ShardWriter
-        with mock.patch.object(checkpointer, "ShardWriter", writer):
+        writer = HuggingFaceStorageWriter if name == "torch" else sharded_state.ShardWriter
+        with mock.patch.object(sharded_state, "ShardWriter", writer):
             saving = new_checkpointer(Path(into, name), model, optimizer)
             saving.save(1)
             saving.close()
