@@ -24,12 +24,12 @@ def refuse_impossible(config: TrainConfig) -> None:
             f"--metric_for_best_model is {metric}, which no run of this stage logs; name "
             f"{', '.join(config.eval_metrics)}, or a metric of training steps (docs/metrics.md)."
         )
-    why = f"with --metric_for_best_model {metric}"
+    reason = f"with --metric_for_best_model {metric}"
     if is_held_out and not every:
-        raise config.refused("eval_steps", f"positive {why}")
+        raise config.refused("eval_steps", f"positive {reason}")
     if not config.save_steps or (is_held_out and config.save_steps % every):
         needed = f"a multiple of --eval_steps, {every}," if is_held_out else "positive"
-        raise config.refused("save_steps", f"{needed} {why}")
+        raise config.refused("save_steps", f"{needed} {reason}")
 
 
 def ranking(output_dir: Path, metric: str) -> list[Path]:

@@ -162,8 +162,8 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
             where = "without --dataset_test_split, and with --beta 0, which has no reference"
             raise self.refused("eval_pairs_dataset_name", f"empty {where}")
         if self.metric_for_best_model == "eval_accuracy" and not self.eval_pairs_dataset_name:
-            why = "without --eval_pairs_dataset_name"
-            raise self.refused("metric_for_best_model", f"another one {why}")
+            reason = "without --eval_pairs_dataset_name"
+            raise self.refused("metric_for_best_model", f"another one {reason}")
         kind, slash, function = self.metric_for_best_model.partition("/")  # eval_reward/gold
         functions = short_names(self.reward_funcs).values()
         if slash and kind.endswith("reward") and function not in functions:
@@ -204,8 +204,8 @@ def refuse_rollouts(config: GRPOConfig) -> None:
     """Raise a UserError for settings of sampling, selection and objective that do not fit."""
     if config.sampler_correction != "none" and (config.top_p < 1 or config.top_k > 0):
         where = "with --top_p below 1 or --top_k above 0"
-        why = "sampler and trainer have different supports"
-        raise config.refused("sampler_correction", f"none {where}: {why}")
+        reason = "sampler and trainer have different supports"
+        raise config.refused("sampler_correction", f"none {where}: {reason}")
     if config.overlong_buffer >= config.max_completion_length:
         most = f"below --max_completion_length, {config.max_completion_length}"
         raise config.refused("overlong_buffer", most)
@@ -243,8 +243,8 @@ def refuse_reference(config: GRPOConfig) -> None:
     if not (config.lora_r and config.ref_update_steps):
         return
     if config.ref_mixup_alpha != 1:
-        why = "a mixture of two adapters has a higher rank"
-        raise config.refused("ref_mixup_alpha", f"1 with --lora_r: {why}")
+        reason = "a mixture of two adapters has a higher rank"
+        raise config.refused("ref_mixup_alpha", f"1 with --lora_r: {reason}")
     if config.ref_model_name_or_path != config.model_name_or_path:
         where = "with --lora_r and --ref_update_steps"
         raise config.refused("ref_model_name_or_path", f"empty {where}: the policy's own move")
@@ -254,8 +254,8 @@ def refuse_kl(config: GRPOConfig) -> None:
     """Raise a UserError for a KL that does not fit where it is used."""
     estimator = config.kl_estimator
     if config.kl_correction and estimator not in ("k1", "k3"):
-        why = "full is exact without it, and k2 times the ratio has another gradient than the KL"
-        raise config.refused("kl_correction", f"false with --kl_estimator {estimator}: {why}")
+        reason = "full is exact without it, and k2 times the ratio has another gradient than the KL"
+        raise config.refused("kl_correction", f"false with --kl_estimator {estimator}: {reason}")
     if config.kl_in == "loss":
         if estimator == "k1" and not config.kl_correction:
             others = "k2, k3 or full, or with --kl_correction true or --kl_in reward"
@@ -267,11 +267,11 @@ def refuse_kl(config: GRPOConfig) -> None:
     if config.kl_correction:
         raise config.refused("kl_correction", f"false {where}")
     if config.zero_variance != "keep":
-        why = "completions of equal rewards still differ in their KL"
-        raise config.refused("zero_variance", f"keep {where}: {why}")
+        reason = "completions of equal rewards still differ in their KL"
+        raise config.refused("zero_variance", f"keep {where}: {reason}")
     if config.baseline == "all" and config.num_candidates > config.num_generations:
-        why = "only kept completions are scored by the reference"
-        raise config.refused("baseline", f"kept {where}: {why}")
+        reason = "only kept completions are scored by the reference"
+        raise config.refused("baseline", f"kept {where}: {reason}")
     if config.mask_truncated_completions:
-        why = "masked completions are not scored by the reference"
-        raise config.refused("mask_truncated_completions", f"false {where}: {why}")
+        reason = "masked completions are not scored by the reference"
+        raise config.refused("mask_truncated_completions", f"false {where}: {reason}")
