@@ -66,7 +66,7 @@ def let_segments_grow() -> None:
 
 def quieten() -> None:
     """Silence warnings and progress bars of libraries."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # if not set, it warns at each fork
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning at each fork
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # a new reward head is no news
 

@@ -3,8 +3,10 @@
 `load_examples` reads a split, renders messages, and tokenises prompts and completions apart.
 """
 
+import contextlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -63,7 +65,8 @@ def load_examples(
             for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))
             for row in render(raw, kind, vocabulary.tokenizer, number)
         ]
-        examples, report = tokenize_rows(rows, vocabulary, config, split)
+        with tokenizer_threads():
+            examples, report = tokenize_rows(rows, vocabulary, config, split)
         if kind == "sft":
             report.num_conversations = len({row.number for row in rows if row.messages})
         distributed.print_rank0(report)
@@ -71,6 +74,17 @@ def load_examples(
         return examples
 
     return shared_rows.run_once_per_host(read)
+
+
+@contextlib.contextmanager
+def tokenizer_threads() -> Iterator[None]:
+    """Let the tokenizer use all cores; `distributed.quieten` turns its threads off."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
 
 
 def tokenize_rows(
