@@ -29,7 +29,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """
     from common.checkpoint import best, hf_folder, push
     from common.config.parser import parse
-    from common.record import run_folder, terminal
+    from common.record import run_folder, terminal, tracking
     from common.shutdown import processes, signals
 
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
@@ -45,6 +45,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         processes.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             run_folder.refuse_unwritable(config.output_dir)
+            tracking.refuse_impossible(getattr(config, "report_to", ()))
             if isinstance(config, TrainConfig):
                 push.prepare(config)
         main(hf_folder.with_folders(config))

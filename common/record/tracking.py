@@ -1,5 +1,6 @@
 """Logging of metrics and tables to wandb and tensorboard; their errors do not stop a run."""
 
+import importlib.util
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,10 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.errors import gist
+from common.errors import UserError, gist
 from common.record.terminal import markdown_table
 
 Rows = Sequence[Sequence[Any]]
+
+
+def refuse_impossible(report_to: Sequence[str]) -> None:
+    """Raise a UserError for tensorboard if it is not installed."""
+    # wandb is a requirement, tensorboard is not
+    if "tensorboard" in report_to and not importlib.util.find_spec("tensorboard"):
+        advice = "`pip install tensorboard`, or leave it out"
+        raise UserError(f"--report_to tensorboard needs a package that is not there; {advice}.")
 
 
 class Wandb:

@@ -16,8 +16,9 @@ from ranks import launch
 
 from common import distributed
 from common.config.stages import SFTConfig
+from common.errors import UserError
 from common.record import logger as run_logger
-from common.record import metrics
+from common.record import metrics, tracking
 from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES, is_defined
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
@@ -436,3 +437,15 @@ def test_tensorboard_gets_scalars_and_samples_and_a_resumed_run_hides_what_it_ma
     calls.clear()
     logger(tmp_path, report_to=["tensorboard"], start_step=3).close()
     assert calls[0] == (str(tmp_path / "tensorboard"), 4)  # step 3 itself was finished
+
+
+def test_what_cannot_be_reported_to_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    tracking.refuse_impossible(["none"])
+    tracking.refuse_impossible(["wandb"])
+    with pytest.raises(UserError, match="pip install tensorboard"):
+        tracking.refuse_impossible(["wandb", "tensorboard"])
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: name)
+    tracking.refuse_impossible(["tensorboard"])
