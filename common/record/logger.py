@@ -1,7 +1,7 @@
 """Logging of metrics and samples: files, progress bar, terminal, wandb, tensorboard.
 
 `metrics.jsonl` holds an object per logged step, `{"step": n, name: value, ...}`: training metrics
-and evaluations are separate lines.
+and evaluations are separate lines. A name outside `common/record/glossary.py` gets a warning.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from common.config.stages import TrainConfig
 from common.distributed import is_rank0, peak_memory_gb, world_size
 from common.errors import UserError
 from common.record import output_lock, run_folder
-from common.record.glossary import CONSOLE, POSTFIX, recorded
+from common.record.glossary import CONSOLE, POSTFIX, is_defined, recorded
 from common.record.jsonl import json_line
 from common.record.metrics import Accumulator
 from common.record.terminal import format_number, progress_bar, show_status, wrapped_table
@@ -32,7 +32,7 @@ class RunLogger:
     """
 
     def __init__(self, config: TrainConfig, total_steps: int, start_step: int = 0) -> None:
-        """Write what the run is, and open the bar and the trackers in `report_to`.
+        """Open the files, the bar, and the trackers in `report_to`.
 
         Raises:
             UserError: the run was resumed beyond its end.
@@ -55,7 +55,12 @@ class RunLogger:
         earlier = run_folder.read_metrics(output_dir)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
+        self._files = {
+            name: (output_dir / name).open("a+", encoding="utf-8")
+            for name in (run_folder.METRICS, run_folder.SAMPLES)
+        }
         self._tracker = Tracker(config, start_step)
+        self._undefined: set[str] = set()  # metrics that a warning has named
         self._bar = progress_bar(self.stage, total_steps, start_step)
 
     def log_training(self, step: int, metrics: Accumulator) -> None:
@@ -78,6 +83,10 @@ class RunLogger:
         """Record metrics of a step in files and trackers, and print a short line of them."""
         if not self._active:
             return
+        for name in metrics:
+            if not is_defined(name) and name not in self._undefined:
+                self._undefined.add(name)
+                self._write(f"warning: metric {name!r} has no definition in docs/metrics.md.")
         values = {name: float(value) for name, value in metrics.items()}
         values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
         if "peak_memory_gb" in values:
@@ -137,20 +146,32 @@ class RunLogger:
         self._mark = time.monotonic()
 
     def close(self) -> None:
-        """Close the bar and the trackers, and unlock `output_dir`."""
+        """Close the bar, the files and the trackers, and unlock `output_dir`."""
         if not self._active:
             return
         self._active = False
         self._bar.close()
+        for name in self._files:
+            self._append(name)
+            self._files[name].close()
         self._tracker.call("finish", summary={})
         output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Add lines to a file; one that was removed in mid-run is made again."""
-        path = self.output_dir / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(map(json_line, records))
+        """Add lines to a file; a file that was removed is written again."""
+        file, path = self._files[name], self.output_dir / name
+        try:
+            if not path.exists():
+                print(f"warning: {path} was removed in mid-run; it is written again.", flush=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file.seek(0)
+                self._files[name] = path.open("a+", encoding="utf-8")
+                self._files[name].write(file.read())
+            self._files[name].writelines(map(json_line, records))
+            self._files[name].flush()  # for readers, and for a resumed run after a crash
+        except OSError as error:
+            error.filename = str(path)  # `write` names none
+            raise
 
     @staticmethod
     def _write(text: str) -> None:

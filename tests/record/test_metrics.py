@@ -101,12 +101,15 @@ def test_a_name_outside_the_glossary_is_not_defined(name: str) -> None:
     assert not is_defined(name)
 
 
-def test_a_metric_without_definition_is_logged(tmp_path: Path) -> None:
+def test_a_metric_without_definition_is_logged_with_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And drawn: `test_a_metric_outside_the_glossary_has_a_separate_panel`."""
     run = logger(tmp_path)
     for step in (1, 2):
         run.log(step, {"cosine": 0.5})
     run.close()
+    assert capsys.readouterr().out.count("warning: metric 'cosine' has no definition") == 1
     assert [line["cosine"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0.5, 0.5]
 
 
@@ -147,15 +150,21 @@ def test_a_broken_line_in_the_middle_is_an_error_for_a_reader(tmp_path: Path) ->
         read_jsonl(tmp_path / "metrics.jsonl")
 
 
-def test_records_go_on_in_a_folder_that_was_removed_in_mid_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_last", [False, True])
+def test_records_that_are_removed_in_mid_run_are_written_again(
+    is_last: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = logger(tmp_path / "run")
     run.log(1, {"loss": 1.0})
+    run.samples(1, [{"completion": "yes"}])
     shutil.rmtree(tmp_path / "run")
-    run.log(2, {"loss": 2.0})
-    run.samples(2, [{"completion": "yes"}])
+    if not is_last:
+        run.log(2, {"loss": 2.0})
     run.close()
-    assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [2]
-    assert read_jsonl(tmp_path / "run" / "samples.jsonl") == [{"step": 2, "completion": "yes"}]
+    assert "metrics.jsonl was removed in mid-run; it is written again" in capsys.readouterr().out
+    steps = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == ([1] if is_last else [1, 2])
+    assert read_jsonl(tmp_path / "run" / "samples.jsonl") == [{"step": 1, "completion": "yes"}]
 
 
 def test_other_ranks_write_and_print_nothing(
