@@ -66,7 +66,8 @@ def let_segments_grow() -> None:
 
 def quieten() -> None:
     """Silence warnings and progress bars of libraries."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning at each fork
+    # With threads a process that a user's function forks would wait for them for ever.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # a new reward head is no news
 

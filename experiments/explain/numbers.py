@@ -195,7 +195,8 @@ def grpo(trace: Trace, config: Any) -> Record:
     if kls := trace.of("kl_estimate", "grpo_loss"):
         tokens["ref_logp"] = [call.arguments["ref_token_logps"] for call in kls]
         tokens["kl"] = [call.result for call in kls]
-        tokens["kl_after"] = list(map(kl_estimate, trace.after, tokens["ref_logp"]))
+        pairs = zip(trace.after, tokens["ref_logp"], strict=True)
+        tokens["kl_after"] = [kl_estimate(*p, estimator=config.kl_estimator) for p in pairs]
     losses = by_completion(trace, tokens["token_loss"])
     columns["mean_loss"] = torch.tensor([sum(each) / max(1, len(each)) for each in losses])
     trained = {one["slot"]: one for one in completions(trace, tokens, **columns)}

@@ -9,6 +9,8 @@ import asyncio
 import copy
 import itertools
 import math
+import multiprocessing
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from ranks import launch
 from transformers import AutoModelForSequenceClassification, BertConfig, TrainerState
 
 from common import distributed
@@ -30,6 +33,7 @@ from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.overlap import rouge_l
+from common.text.tokenise import tokenizer_threads
 
 FILE = """
 from dataclasses import dataclass
@@ -507,6 +511,28 @@ def test_the_penalty_replaces_the_reward_of_what_did_not_stop():
     assert apply_missing_eos_penalty(rewards, has_stop, 0.0).tolist() == [[0.5, 0.0], [0.0, 0.25]]
     assert torch.equal(apply_missing_eos_penalty(rewards, has_stop, None), rewards)
     assert rewards.tolist() == [[0.5, -3.0], [2.0, 0.25]]
+
+
+def ids_of_a_fork() -> list[list[int]]:
+    """What a process reads that is forked after a run has tokenised its rows on all cores."""
+    os.environ.pop("TOKENIZERS_PARALLELISM", None)
+    distributed.quieten()
+    tokenizer = synthetic.train_tokenizer()
+    with tokenizer_threads():
+        tokenizer(["a b"] * 5000)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        asked = pool.apply_async(_ids, [tokenizer])
+        return asked.get(timeout=60)
+
+
+def _ids(tokenizer: Any) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(["a b"] * 50)["input_ids"]
+    return ids
+
+
+def test_a_reward_function_may_fork_and_tokenise_there(tmp_path: Path):
+    (ids,) = launch(ids_of_a_fork, 1, tmp_path, timeout=120)
+    assert ids == [synthetic.train_tokenizer()("a b")["input_ids"]] * 50
 
 
 def test_an_encoder_is_no_model_of_any_kind(tmp_path: Path):
