@@ -355,7 +355,7 @@ def draw() -> Path:
         over_proxy.set(title="Gold over proxy reward", xlabel="proxy reward")
         lines = {line.get_label(): line for line in over_proxy.get_lines()}
         lines = {name: line for name, line in lines.items() if not name.startswith("_")}
-        over_proxy.legend(lines.values(), lines, loc="lower right")
+        over_proxy.legend(lines.values(), lines, loc="lower right", frameon=True)
         return save(figure, make.ROOT / "assets" / "film.png", DPI)
 
 
@@ -368,7 +368,8 @@ def draw_track(axes: Any, results: dict[str, Any], track: str, name: str, **look
     axes.plot(over.mean(0), gold.mean(0), marker="o", markersize=4, linewidth=2, **look)
     if (beta := re.search(r"beta=([\d.]+)", track)) and name == "kl":
         end = (over.mean(0)[-1], gold.mean(0)[-1])
-        axes.annotate(f"  beta {beta[1]}", end, color=look["color"], fontsize=8)
+        side = "bottom" if beta[1] == "0.03" else "top"  # its neighbour's label stands below
+        axes.annotate(f"  beta {beta[1]}", end, color=look["color"], fontsize=8, va=side)
 
 
 def shown() -> str:
