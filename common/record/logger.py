@@ -170,8 +170,7 @@ class RunLogger:
             self._files[name].writelines(map(json_line, records))
             self._files[name].flush()  # for readers, and for a resumed run after a crash
         except OSError as error:
-            error.filename = str(path)  # `write` names none
-            raise
+            raise UserError(f"{path} could not be written ({error.strerror}).") from None
 
     @staticmethod
     def _write(text: str) -> None:

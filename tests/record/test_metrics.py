@@ -167,6 +167,17 @@ def test_records_that_are_removed_in_mid_run_are_written_again(
     assert read_jsonl(tmp_path / "run" / "samples.jsonl") == [{"step": 1, "completion": "yes"}]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+def test_a_full_disk_ends_the_run_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = logger(tmp_path)
+    full = SimpleNamespace(writelines=lambda lines: Path("/dev/full").write_text("".join(lines)))
+    monkeypatch.setitem(run._files, "metrics.jsonl", full)
+    with pytest.raises(UserError, match=r"metrics.jsonl could not be written \(No space left on"):
+        run.log(1, {"loss": 1.0})
+
+
 def test_other_ranks_write_and_print_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
