@@ -142,10 +142,10 @@ class PromptGroup:
     """Completions of one prompt that go through a forward pass together."""
 
     prompt_ids: list[int]  # never empty
-    completions: list[list[int]]  # of K completions
-    slots: list[int]  # K numbers, their indices in the caller's tensors; empty in a filler
+    completions: list[list[int]]  # K lists of ids
+    slots: list[int]  # K indices of the completions in the caller's tensors; empty in a filler
     weight: int = 1  # rows that it counts as in `micro_batch_size`
-    row: int = -1  # of the data set, that the prompt came from; -1 if unknown
+    row: int = -1  # the prompt's row in the data set; -1 if unknown
 
 
 def cut_group(

@@ -66,7 +66,7 @@ def let_segments_grow() -> None:
 
 def quieten() -> None:
     """Silence warnings and progress bars of libraries."""
-    # With threads a process that a user's function forks would wait for them for ever.
+    # A process that a user's function forks would wait for ever for the tokenizer's threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # a new reward head is no news

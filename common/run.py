@@ -87,7 +87,7 @@ class Run:
             raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from None
 
     def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """An update's micro-batches, one by one. Collective.
+        """An update's micro-batches, one by one, within a step of `steps`. Collective.
 
         Gradients are reduced in the last one's backward, or with `shard_gradients` in every one.
 
@@ -168,7 +168,11 @@ class Run:
         self.publish()
 
     def export(self, shift: Callable[[], float]) -> float:
-        """Write the current weights as the folder `model`; returns `reward_shift`. Collective."""
+        """Write the current weights as the folder `model`; returns `reward_shift`. Collective.
+
+        Raises:
+            UserError: it could not be written; a checkpoint of the last step is kept.
+        """
         from common.checkpoint import export
 
         reward_shift = shift()

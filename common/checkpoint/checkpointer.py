@@ -260,7 +260,7 @@ class Checkpointer:
         """Before a forward pass: save and stop if any rank received a signal. Collective.
 
         Sums and gradients of the unfinished step are dropped: it must not have made an update.
-        `step` is counted from 0, so it is the number of finished ones; `at_once` is of `StopVote`.
+        `step` is counted from 0: so many are finished. `at_once`: see `StopVote.is_agreed`.
 
         Raises:
             Stopped: the run is saved.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class ReferenceScores:
     """Log-probabilities of pairs under the frozen reference, None where no loss needs them.
 
-    Those of chosen and rejected; in `train` and `held_out` tails are weighted by `ld_alpha`.
+    Chosen comes first. In `train` and `held_out` tails are weighted by `ld_alpha`.
     """
 
     train: Tensor | None = None  # (rows, 2) float32 on the device

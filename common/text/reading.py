@@ -26,8 +26,9 @@ def load_rows(
     file, or shards `split-00000-of-00002.parquet`, per split, also in its subfolder `data`.
 
     Args:
-        config: Its columns are renamed in every data set; those of a second one may lack them.
-        dataset_name: `synthetic`, a file, a folder, also one of `save_to_disk`, or a hub id.
+        config: Its `column_map` renames columns of every data set; a second one may lack them.
+        dataset_name: `synthetic`; a file (.jsonl, .jsonl.gz, .json, .parquet); a folder, also one
+            that `save_to_disk` has written; or a hub id.
         split: Name of the split, no other one takes its place; of some of its rows, counted from 0,
             as in `datasets`: `train[160:320]`.
         kind: `sft` (prompt, completion; or messages, of which every answer is trained),

@@ -56,6 +56,7 @@ RUNGS: list[dict[str, Any]] = [  # beside those; each is tried with whole and sh
 ]
 
 
+# Of Llama 3.1
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 LLAMA |= {"max_position_embeddings": 8192, "tie_word_embeddings": False}
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")

@@ -6,6 +6,7 @@ random, and its interval covers both draws (`Crossed`).
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -20,6 +21,7 @@ from common.evaluation.records import read_scores
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, GREY, save, style, titled_figure
+from common.text.overlap import ngrams
 from experiments.outcomes import over
 from experiments.overoptimization import plots
 from experiments.overoptimization.curves import Values, distance
@@ -298,9 +300,8 @@ def policy_name(method: str, setting: float) -> str:
 
 def distinct(texts: Sequence[str], n: int) -> float:
     """Distinct n-grams in the first words of all texts, as a share (Li et al. 2016)."""
-    words = [text.split()[:FIRST_WORDS] for text in texts]
-    grams = [tuple(own[i : i + n]) for own in words for i in range(len(own) - n + 1)]
-    return len(set(grams)) / len(grams)
+    counts = sum((ngrams(text.split()[:FIRST_WORDS], n) for text in texts), Counter())
+    return len(counts) / counts.total()
 
 
 def texts(parts: Sequence[str] = SEEDS) -> str:
