@@ -6,10 +6,11 @@
 - Advantages are against the baseline that the flag names, all candidates or the kept ones.
 - The exact KL is that of an enumeration over the vocabulary, and so is its gradient.
 - Every variant trains without a warning on two ranks, as it does on one, and differs from the rest.
-- A run whose reference moves is resumed to the bit.
+- A run whose reference moves is resumed to the bit, and so is one that is stopped between updates.
 """
 
 import math
+import signal
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,9 @@ from common.padding import MAKERS
 from common.record.metrics import Accumulator
 from common.rewards import functions
 from common.rewards.score import RewardLog, Rewards
+from common.run import Run
 from common.sampling.sampler import Rollouts
+from common.shutdown import signals
 from tests.variants import REWARD_FILE, stopping_model_job
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -902,6 +905,29 @@ def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(
     model: Any = None  # refused before a parameter is looked at
     with pytest.raises(UserError, match="has an updated reference; give the --ref_update_steps"):
         restore_state(saved, model, model)
+
+
+def test_a_signal_between_the_updates_of_a_step_waits_for_the_last_one(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What would be saved at once has made a part of them, and would make them again."""
+    flags, update = OFF_POLICY | {"num_minibatches": 2}, Run.update
+
+    def signalled(run: Run) -> None:
+        update(run)
+        if run.step == 1:
+            monkeypatch.setattr(signals, "_first", (signal.SIGTERM, 0.0))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "update", signalled)
+        with pytest.raises(signals.Stopped, match="after step 2 by SIGTERM"):
+            run_here(base, "stopped", **flags)
+    monkeypatch.setattr(signals, "_first", None)
+    saved = str(layout.folder_of(base / "stopped", 2))
+    run_here(base, "resumed", **flags, resume_from_checkpoint=saved)
+    run_here(base, "undisturbed", **flags)
+    files = [base / name / "model" / "model.safetensors" for name in ("resumed", "undisturbed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.parametrize("kind", [{}, {"lora_r": 2}], ids=["full", "lora"])

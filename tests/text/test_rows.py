@@ -293,9 +293,12 @@ def test_hub_rows_pass_through_the_same_checks(monkeypatch, capsys):
     rows = load_rows("a/b", "test", kind="preference")
     assert [row["chosen"] for row in rows] == [PAIR["chosen"], "", "-"]
     assert "a/b split 'test': 2 of 3 rows have a blank or null cell" in capsys.readouterr().out
+    first = tiny.train_config(dataset_name="first", **choice)  # they are of this one
+    assert len(reading.load_rows(first, "a/b", "train", "preference")) == 3
     assert asked == [
         ("a/b", "c", {"split": "test", "revision": "v1"}),
         ("a/b", None, {"split": "test", "revision": None}),
+        ("a/b", None, {"split": "train", "revision": None}),
     ]
 
 
