@@ -223,7 +223,7 @@ class OptimiserFlags(OutputFlags):
     min_lr: float = flag(0.0, "learning rate that the decay ends at", ge=0)
     num_train_epochs: float = flag(1.0, "passes over the rows, if max_steps is 0", ge=0, le=2**31)
     max_steps: int = flag(0, "steps of this run (0: num_train_epochs)")
-    weight_decay: float = flag(0.0, "AdamW weight decay, on matrices only", ge=0)
+    weight_decay: float = flag(0.0, "AdamW weight decay, not on biases and norms", ge=0)
     adam_beta1: float = flag(0.9, "AdamW beta 1", ge=0, lt=1)
     adam_beta2: float = flag(0.999, "AdamW beta 2", ge=0, lt=1)
     # with 0 a parameter without gradient becomes 0 / 0

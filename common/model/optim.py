@@ -1,6 +1,7 @@
 """AdamW, learning-rate schedules, and the one optimiser step that every stage takes."""
 
 import math
+import re
 
 import torch
 from torch import nn
@@ -9,13 +10,18 @@ from torch.distributed.tensor import DTensor
 from common import distributed
 from common.config.stages import TrainConfig
 
+# Biases and norms, which may have a row for each expert or head; as transformers' Trainer (5.23)
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm($|\.)", re.IGNORECASE)
+
 
 def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """Fused AdamW over the trainable shards; weight decay on matrices, not on biases and norms."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    decayed = [p for name, p in named if p.ndim > 1 and not NO_DECAY.search(name)]
+    others = [p for name, p in named if p.ndim < 2 or NO_DECAY.search(name)]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         groups,

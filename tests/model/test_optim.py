@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import Trainer
 
 from common import distributed
 from common.config.stages import TrainConfig
@@ -147,16 +148,23 @@ def test_the_rate_of_the_step_is_used_and_reported():
         before = model.bias.item()
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_matrices_decay_and_biases_and_norms_do_not(family):
-    lm = tiny.causal_lm(family)
+MATRICES_OF_BIASES = {"num_local_experts": 4, "head_dim": 8}
+WITH_DECAY: list[tuple[str, dict[str, Any]]] = [(family, {}) for family in tiny.FAMILIES]
+WITH_DECAY += [("gpt_oss", MATRICES_OF_BIASES), ("cohere", {"use_qk_norm": True})]
+
+
+@pytest.mark.parametrize(("family", "fields"), WITH_DECAY)
+def test_matrices_decay_and_biases_and_norms_do_not(family, fields):
+    """A row for each expert or head does not make a matrix of them: as transformers' Trainer."""
+    lm = tiny.causal_lm(family, is_plain=True, **fields)
     config = config_for_steps(weight_decay=0.5)
     optimizer = optim.build_optimizer(Policy(lm), config)
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert len(decay) == len(list(lm.parameters()))  # each exactly once
+    decayed = Trainer.get_decay_parameter_names(None, lm)
     for name, parameter in lm.named_parameters():
-        is_bias_or_norm = "bias" in name or "norm" in name or "ln_" in name
-        assert decay[id(parameter)] == (0.0 if is_bias_or_norm else 0.5), name
+        is_decayed = name in decayed and parameter.ndim > 1
+        assert decay[id(parameter)] == (0.5 if is_decayed else 0.0), name
 
 
 # ---- the clip ------------------------------------------------------------------------------------
