@@ -13,7 +13,9 @@ import pytest
 import tiny
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from common import data, distributed
 from common.config.stages import TrainConfig
@@ -234,6 +236,20 @@ def test_start_drops_tokens_from_the_start(tokenizer):
     assert example.prompt_ids == leading + whole[len(leading) - 6 :]
     assert row["prompt"].endswith(example.prompt)
     assert report.num_prompts_truncated == 1
+
+
+@pytest.mark.parametrize("leading", [[], [0]])
+def test_an_alphabet_may_lack_any_letter(leading):
+    """As of DNA: a text of other letters has no tokens at all, or none are known."""
+    ids = {"<eos>": 0, "A": 1, "C": 2, "G": 3, "T": 4}
+    for model in (models.BPE(ids, []), models.WordLevel(ids)):
+        base = Tokenizer(model)
+        base.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        if leading:
+            end = [("<eos>", 0)]
+            base.post_processor = TemplateProcessing(single="<eos> $A <eos>", special_tokens=end)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<eos>")
+        assert leading_ids(tokenizer) == leading
 
 
 def test_a_prompt_has_the_bos_of_its_tokenizer_once(tokenizer):

@@ -102,8 +102,11 @@ def leading_ids(tokenizer: Any) -> list[int]:
 
     A model that was trained with them scores worse without them.
     """
-    (first, *_), ids = encode(["x"], tokenizer)[0], tokenizer("x", verbose=False)["input_ids"]
-    return list(ids[: ids.index(first)])
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    texts = (tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in special)
+    text, first = next((text, ids[0]) for text in texts if (ids := encode([text], tokenizer)[0]))
+    whole = tokenizer(text, verbose=False)["input_ids"]
+    return list(whole[: whole.index(first)])
 
 
 def without_leading(ids: list[int], leading: list[int]) -> list[int]:
