@@ -15,7 +15,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, T5Config
+from transformers import AutoConfig, GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 from common import launch
 from common.record import output_lock
@@ -92,8 +92,10 @@ def make_models(folder: Path) -> None:
     classifier = GPT2Config(**shape, num_labels=1, pad_token_id=1)
     GPT2ForSequenceClassification(classifier).save_pretrained(folder / "judge")
     GPT2LMHeadModel(GPT2Config(**shape | {"vocab_size": 7})).save_pretrained(folder / "few_words")
-    T5Config().save_pretrained(folder / "t5")
-    for name in ("policy", "judge", "few_words", "t5", "words", "old_run/model"):
+    other_types = ("t5", "gemma3", "vit", "olmoe")
+    for name in other_types:
+        AutoConfig.for_model(name).save_pretrained(folder / name)
+    for name in ("policy", "judge", "few_words", "words", "old_run/model", *other_types):
         tokenizer.save_pretrained(folder / name)
     for name in ("partial", "only_bin", "no_eos", "quantised"):
         shutil.copytree(folder / "policy", folder / name)

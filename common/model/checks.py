@@ -9,6 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from common.config.stages import CommonConfig
@@ -125,14 +126,15 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
     Quantised weights are refused too: they cannot be trained.
     """
     architectures = getattr(model_config, "architectures", None) or ["an unknown architecture"]
-    # By name: looking a class up in transformers' mappings imports every model there is.
+    instead = "; let a reward function call it" if kind == "reward_model" else ""
+    refuse_other_types(path, model_config, instead)
     model_type = model_config.model_type
-    is_encoder = model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES  # BERT and its like
-    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_encoder
-    is_other = model_config.is_encoder_decoder or not is_causal
-    if model_type in CONFIG_MAPPING_NAMES and is_other:
-        instead = "; let a reward function call it" if kind == "reward_model" else ""
-        raise UserError(f"{path!r} is a {model_type} model, not a causal language model{instead}.")
+    has_class = model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if kind == "trunk" and model_type in CONFIG_MAPPING_NAMES and not has_class:
+        raise UserError(
+            f"{path!r} is a {model_type} model, for which transformers has no sequence classifier, "
+            "and so no reward model; give a model of another family."
+        )
     if is_classifier(model_config) and kind == "policy":
         raise UserError(
             f"{path!r} is a reward model ({architectures[0]}), not a causal language model."
@@ -150,6 +152,19 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
             f"{path!r} has a quantization_config ({method!r}); give a model whose weights are "
             "floating-point numbers."
         )
+
+
+def refuse_other_types(path: str, model_config: PretrainedConfig, instead: str = "") -> None:
+    """Raise a UserError for encoders, and for models of more than text; `instead` is a remedy."""
+    # By name: looking a class up in transformers' mappings imports every model there is. BERT and
+    # its like are in both.
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+    model_type, text = model_config.model_type, getattr(model_config, "text_config", None)
+    is_other = model_config.is_encoder_decoder or model_type not in causal
+    if (text_type := getattr(text, "model_type", "")) in causal:
+        instead = f" of text alone; save its text model ({text_type}) apart (docs/data.md)"
+    if text is not None or (is_other and model_type in CONFIG_MAPPING_NAMES):
+        raise UserError(f"{path!r} is a {model_type} model, not a causal language model{instead}.")
 
 
 def is_classifier(model_config: PretrainedConfig) -> bool:

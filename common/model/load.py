@@ -111,6 +111,8 @@ def stop_token_ids(
     Raises:
         UserError: `stop_token` is more than one token; or there is no model.
     """
+    from common.model import checks
+
     ids = [int(tokenizer.eos_token_id)]
     if config.stop_token != "eos":
         text = config.stop_token.replace("\\n", "\n")
@@ -121,6 +123,7 @@ def stop_token_ids(
             )
     for path in paths:
         model_config, revision = find_config(path, tokenizer, config), revision_of(path, config)
+        checks.refuse_other_types(path, model_config)
         try:
             generation = GenerationConfig.from_pretrained(path, revision=revision)
         except OSError as error:
@@ -128,7 +131,7 @@ def stop_token_ids(
                 raise UserError(f"{path}/generation_config.json: {gist(error)}.") from None
             generation = GenerationConfig.from_model_config(model_config)
         stops = generation.eos_token_id
-        num_ids = model_config.get_text_config().vocab_size
+        num_ids = model_config.vocab_size
         listed = stops if isinstance(stops, list) else [stops]
         ids += [i for i in listed if i is not None and i < num_ids]
     return list(dict.fromkeys([*map(int, ids), int(tokenizer.eos_token_id)]))
