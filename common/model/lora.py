@@ -10,6 +10,7 @@ With its adapters off the policy is the one before training, so a reference need
 reference that moves (`ref_update_steps`) is a second, frozen set of adapters in the same model.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from common.model import fsdp
 from common.noise import derive_seed
 
 TRAINED, REFERENCE = "default", "reference"  # adapters in a model; peft calls the first `default`
+# Classes of linear layers. Other subclasses of nn.Linear are routers, which return a tuple.
+LINEAR = ("Linear", "Conv1D", "FalconLinear")
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -65,6 +68,7 @@ def add_adapters(
     for adapter in adapters:
         inject(lm, settings, adapter)
     distributed.seed_everything(config.seed)
+    print_share(lm)
     if hasattr(lm, "score"):  # after injecting, where peft would have copied the head
         settings.task_type, settings.modules_to_save = "SEQ_CLS", ["score"]
     lm.peft_config = dict.fromkeys(adapters, settings)
@@ -73,15 +77,32 @@ def add_adapters(
     activate(lm, [TRAINED])
 
 
-def new_settings(lm: nn.Module, path: str, config: TrainConfig) -> Any:
+def print_share(lm: nn.Module) -> None:
+    """Print which matrices of the blocks have no adapter, such as the stacked ones of experts."""
+    adapted = {layer.base_layer.weight for layer in adapted_layers(lm).values()}
+    named = [item for block in fsdp.blocks(lm) for item in block.named_parameters()]
+    matrices = [(n, p) for n, p in named if p.ndim > 1 and not re.search("bias|lora_", n)]
+    if without := sorted({n.removesuffix(".weight") for n, p in matrices if p not in adapted}):
+        share = sum(p.numel() for p in adapted) / sum(p.numel() for _, p in matrices)
+        distributed.print_rank0(
+            f"adapters are on {share:.1%} of the blocks' weights; none on {', '.join(without)}"
+        )
+
+
+def new_settings(lm: Any, path: str, config: TrainConfig) -> Any:
     """Settings of new adapters for peft, on `lora_target_modules` or all the blocks' layers."""
     from peft import LoraConfig
+    from peft.utils import transformers_weight_conversion as experts
 
     inside = fsdp.inside_blocks(lm)
+    # In some mixtures peft (0.21) takes names as `up_proj` for stacked experts, whatever they are.
+    pattern = experts._MODEL_TO_CONVERSION_PATTERN.get(lm.config.model_type)
+    taken = experts._MOE_TARGET_MODULE_MAPPING.get(pattern, {})
     linear = {
         name: module
         for name, module in lm.named_modules()
-        if module in inside and isinstance(module, nn.Linear | Conv1D)
+        if module in inside and type(module).__name__ in LINEAR
+        if name.rpartition(".")[2] not in taken
     }
     kinds = sorted({name.rpartition(".")[2] for name in linear})
     targets = config.lora_target_modules or kinds

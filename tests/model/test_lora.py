@@ -310,6 +310,25 @@ def test_the_exported_model_and_the_exported_adapter_are_the_trained_policy(
     assert {path.name for path in tmp_path.iterdir()} == {"model", "adapter"}
 
 
+def test_experts_have_no_adapter_and_the_run_says_so(tmp_path, capsys):
+    """To peft the first layer, a dense one, has an `up_proj` of stacked experts."""
+    from peft import PeftModel
+
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    lm = tiny.causal_lm("qwen3_moe", vocab_size=300, is_plain=True, mlp_only_layers=[0], **shape)
+    lm.save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    policy = train(new_policy(str(tmp_path / "base"), layout="padded"))
+    # Attention has 3 D^2 in each layer, the dense one 6 D^2, the experts 6 D^2, their router 4 D
+    printed = capsys.readouterr().out
+    assert f"adapters are on {6 / (18 + 4 / 32):.1%} of the blocks' weights; none on " in printed
+    assert "mlp.experts.gate_up_proj, mlp.gate, mlp.gate_proj, mlp.up_proj\n" in printed
+    export.save_pretrained(policy, tiny.vocabulary([0]), tmp_path / "model")
+    adapted = PeftModel.from_pretrained(plain_policy(tmp_path / "base").lm, tmp_path / "adapter")
+    for loaded in (plain_policy(tmp_path / "model"), Policy(adapted.base_model.model)):
+        torch.testing.assert_close(logps_of(loaded), logps_of(policy), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_a_base_is_held_in_bfloat16_if_it_loses_nothing_and_exported_as_it_was(
     bases, stored, tmp_path
