@@ -185,12 +185,14 @@ def generate(
 
     longest = config.max_new_tokens or config.max_completion_length
     sampler_config = replace(config, max_completion_length=longest)
-    rollouts = new_sampler(policy, rewards.vocabulary, sampler_config).sample_shared(
+    sampler = new_sampler(policy, rewards.vocabulary, sampler_config)
+    rollouts = sampler.sample_shared(
         prompts,
         title=f"sampling from {name}",
         num_samples=config.num_generations,
         temperature=config.temperature,
     )
+    split.check_sampler(sampler, prompts, rollouts, config.temperature)
     ref_policy = reference.policy if reference else None
     return measure.measure_completions(
         policy, ref_policy, rewards, prompts, rollouts, config, config.temperature

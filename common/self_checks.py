@@ -206,7 +206,7 @@ def sampler_equals_trainer(
     batch: AnyBatch,  # B completions that the sampler has just drawn
     sampled_logps: Tensor,  # (B, C) recorded while sampling
     ref_token_logps: Tensor | None,  # (B, C) of the reference; None if it is another model
-    config: TrainConfig,
+    config: CommonConfig,
     temperature: float,  # of sampling
 ) -> None:
     """Check that before the first update sampler, trainer and reference are one distribution.

@@ -14,11 +14,13 @@ from common.forward import sequence_scores
 from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, sequence_logps, wins
 from common.model import fsdp
 from common.padding import AnyBatch
+from common.self_checks import sampler_equals_trainer
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.evaluation.intervals import PreferenceAccuracy
     from common.record.metrics import Accumulator
+    from common.sampling.sampler import Rollouts, Sampler
 
 
 def score_examples(
@@ -101,6 +103,21 @@ def distinct_completions(
         completions = [list(ids) for ids in slots]
         groups += data.cut_group(list(prompt_ids), completions, list(slots.values()), config)
     return sorted(groups, key=lambda group: -data.cost([group], "shared_prefix")), first_slots
+
+
+def check_sampler(
+    sampler: "Sampler", prompts: Sequence[Example], rollouts: "Rollouts", temperature: float
+) -> None:
+    """`self_checks.sampler_equals_trainer`, on the longest of N prompts' rollouts. Collective."""
+    config = sampler.config
+    if config.self_check:
+        groups, _ = distinct_completions(rollouts.completed(prompts), config)
+        first = data.pack_micro_batches(groups, config)[0]
+        batch = data.collate(first, config.layout, sampler.vocabulary.pad_id)
+        logps = rollouts.token_logps[batch.slots, : batch.completion_mask.shape[1]]
+        batch, logps = batch.to(distributed.device()), logps.to(distributed.device())
+        # Greedy sampling records log-probabilities at temperature 1
+        sampler_equals_trainer(sampler.policy, batch, logps, None, config, temperature or 1.0)
 
 
 def mean_sft_loss(

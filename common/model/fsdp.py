@@ -86,6 +86,7 @@ def shard(
     device = distributed.device()
     lm = next((child for child in module.modules() if isinstance(child, PreTrainedModel)), None)
     if lm is not None:
+        untie_as_rank0(lm)
         use_our_modules(lm, config)
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(lm)
@@ -120,6 +121,15 @@ def shard(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # or gloo is asked for NCCL's PREMUL_SUM
     return module
+
+
+def untie_as_rank0(lm: Any) -> None:
+    """Give the head a separate matrix where rank 0 read one for it (`load`). Collective."""
+    is_tied = getattr(lm.config, "tie_word_embeddings", False)
+    if not distributed.from_rank0(is_tied) and is_tied:
+        lm.config.tie_word_embeddings = False
+        head = lm.get_output_embeddings()
+        head.weight = nn.Parameter(torch.empty_like(head.weight), head.weight.requires_grad)
 
 
 def hold_in_bfloat16(module: nn.Module, float32_modules: Sequence[nn.Module]) -> None:

@@ -353,6 +353,11 @@ def load(
     is_classifier = auto_class is AutoModelForSequenceClassification
     has_new_head = is_classifier and not checks.is_classifier(model_config)
     checks.check_weights(path, model, report, has_new_head=has_new_head)
+    head = model.get_output_embeddings()
+    is_untied = head is not None and head.weight is not model.get_input_embeddings().weight
+    if is_untied and getattr(model_config, "tie_word_embeddings", False):
+        model.config.tie_word_embeddings = False  # as the files are, for copies and the export
+        print(f"warning: the head of {path!r} is untied; its config.json ties it", flush=True)
     return model
 
 

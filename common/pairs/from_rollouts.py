@@ -22,6 +22,7 @@ from common.advantages import (
 )
 from common.data import Example
 from common.errors import UserError
+from common.evaluation.split import check_sampler
 from common.forward import Policy
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform
@@ -100,6 +101,8 @@ def pairs_from_rollouts(
             step=0,  # every prompt is sampled once, before the first step
             report=lambda text: show_status(bar, f"rollouts: {text}"),
         )
+        if step == 0:
+            check_sampler(sampler, examples, rollouts, config.temperature)
         rewards = scorer.score(examples, rollouts).total  # (N, K)
         has_stop = rollouts.has_stop.view(rewards.shape)
         rewards = apply_missing_eos_penalty(rewards, has_stop, eos_penalty(config))

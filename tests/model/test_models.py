@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mistakes
 import pytest
 import ranks
 import tiny
@@ -30,14 +31,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from common import distributed
+from common import distributed, self_checks
 from common.checkpoint import export
 from common.config.stages import TrainConfig
 from common.errors import UserError
+from common.evaluation.split import check_sampler
 from common.forward import Policy, RewardModel
 from common.model import fsdp, optim
 from common.model import load as models
 from common.padding import padded_batch
+from common.sampling.sampler import Sampler
 from common.text import sources
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -150,6 +153,38 @@ def test_an_exported_policy_is_the_trained_one(family, is_tied, tmp_path):
         with torch.no_grad():
             found, expected = Policy(loaded)(batch), policy(batch)
         torch.testing.assert_close(found.token_logps, expected.token_logps, rtol=0, atol=1e-5)
+
+
+def train_and_sample(base: str, lora_r: int) -> list[Any]:
+    """Log-probabilities before and after a step; the sampler is checked, the model exported."""
+    config = short_config(model_name_or_path=base, lora_r=lora_r, learning_rate=0.05)
+    vocabulary = models.load_vocabulary(config)
+    model_config = models.read_model_config(base, "policy", vocabulary.tokenizer, config)
+    lm = models.load_policy(base, model_config, config, trains=True)
+    policy = fsdp.shard(Policy(lm), config, distributed.mesh())
+    batch, examples = batch_of_rows(pad_id=1), tiny.ragged_examples([(5,), (9,)], vocab_size=300)
+    before = self_checks.scores(policy, batch).tolist()
+    update(policy, lambda: -policy(batch).token_logps.mean(), config)
+    sampler = Sampler(policy, vocabulary, config)
+    check_sampler(sampler, examples, sampler.sample(examples, num_samples=3), 1.0)
+    export.save_pretrained(policy, vocabulary, Path(base, "out/model"))
+    return [before, self_checks.scores(policy, batch).tolist()]
+
+
+@pytest.mark.parametrize(("num_ranks", "lora_r"), [(1, 0), (1, 2), (2, 0)])
+def test_a_head_that_only_the_files_untie_is_kept_everywhere(num_ranks, lora_r, tmp_path):
+    """The files decide, as in transformers, and not config.json."""
+    folder = save_policy(tmp_path, "llama", tie_word_embeddings=False)
+    mistakes.change(tmp_path / "config.json", tie_word_embeddings=True)
+    here = [train_and_sample(folder, lora_r)] if num_ranks == 1 else []
+    for logps in here or ranks.launch(train_and_sample, 2, tmp_path, base=folder, lora_r=lora_r):
+        for found, path in zip(logps, (tmp_path, tmp_path / "out/model"), strict=True):
+            lm = AutoModelForCausalLM.from_pretrained(path).to(distributed.device()).eval()
+            expected = self_checks.scores(Policy(lm), batch_of_rows(pad_id=1))
+            torch.testing.assert_close(torch.tensor(found), expected.cpu(), rtol=1e-5, atol=1e-5)
+            assert lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight
+        assert not lm.config.tie_word_embeddings
+        assert logps[0] != logps[1]
 
 
 def test_an_exported_folder_holds_float32_safetensors_tokenizer_and_stop_tokens(tmp_path):

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from common.config.parser import parse
 from common.errors import UserError
 from common.model import load
 from common.record.jsonl import read_jsonl
+from common.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -177,6 +179,25 @@ def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(name, err
     assert status == 1
     assert re.search(rf'rewards.py", line \d+, in {name}\n(.*\n)+{error}', errors)
     assert not Path("begun/model").exists()
+
+
+ROLLOUTS = {"pairs_from": "rollouts", "reward_funcs": "rewards.py:lengths"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags"), [("train_grpo", {}), ("train_dpo", ROLLOUTS), ("evaluate", {})]
+)
+def test_a_sampler_that_is_not_the_policy_is_refused(stage, flags, refusals, monkeypatch, tmp_path):
+    def sample(*arguments: Any, **options: Any) -> Any:
+        rollouts = plain(*arguments, **options)
+        return replace(rollouts, token_logps=rollouts.token_logps + 0.1)
+
+    plain = Sampler.sample
+    monkeypatch.setattr(Sampler, "sample", sample)
+    flags = flags | {"dataset_name": "sft", "output_dir": tmp_path / "out"}
+    status, errors = refusals.run(stage, arguments(stage, flags))
+    assert status == 1
+    assert "self-check failed: sampler and trainer differ by 0.1 nats" in errors
 
 
 # ---- what looks odd and is good ------------------------------------------------------------------
