@@ -153,6 +153,7 @@ def _template_options(row: RawRow) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"column 'tools' holds text that is no JSON: {gist(error)}.") from None
     kwargs = row.get("chat_template_kwargs") or {}
+    kwargs = {k: v for k, v in kwargs.items() if k != "continue_final_message"}  # see `schemas`
     return {"tools": _without_null(tools) or None, **_without_null(kwargs)}
 
 

@@ -7,6 +7,7 @@ messages of a conversation, or in two of these places. Afterwards it is in `prom
 import operator
 import os
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -18,6 +19,15 @@ from common.text.rows import COMPLETION_COLUMNS, RawRow
 
 # Columns that may hold the question of a pair
 QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
+PAIR = ("chosen", "rejected")
+# White space; characters of scripts without it: Thai to Myanmar, Khmer, Tai, Chinese and Japanese
+BREAK = re.compile(
+    "[\\s\u0e00-\u109f\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f\u2e80-\u312f\u3190-\ua4cf"
+    "\ua980-\ua9ff\uaa60-\uaadf\uf900-\ufaff\ufe30-\ufe4f\uff00-\uff9f\U0001aff0-\U0001b16f"
+    "\U00020000-\U0003ffff]"
+)
+# Two characters that form one, next to those where the second is a combining mark
+JOINED = re.compile("[\u1039\u17d2\u1a60\u1b44\ua9c0\u200d].|.[\u0e33\u0eb3\u200d]", re.DOTALL)
 LIST = "list of messages, each with the texts 'role' and 'content'"
 PAGE = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 
@@ -54,16 +64,20 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
         UserError: A row has another schema; names the row, counted from 1, and the column.
     """
     columns = COMPLETION_COLUMNS[kind]
+    chats = {"messages", "prompt", *columns, *PAIR}
+    rows = [
+        {k: [*map(_joined, v)] if k in chats and isinstance(v, list) else v for k, v in row.items()}
+        for row in rows
+    ]
     rows = [_from_messages(row, columns) for row in rows]
-    if columns:
-        rows = _cut_repeated_prompts(rows, columns, label)
-        rows = [_with_shared_prompt(row, columns) for row in rows]
+    rows = _cut_repeated_prompts(rows, columns or PAIR, label)
+    rows = [_with_shared_prompt(row, columns) for row in rows]
     if num_unread := sum(map(_has_unread_system, rows)):
         distributed.print_rank0(
             f"warning: {label}: the column 'system' of {num_unread} rows is not read; put it first "
             "in the messages (docs/data.md)"
         )
-    rows = _empty_blank_rows(rows, ("prompt", *columns), label)
+    rows = _empty_blank_rows(rows, (*columns, "prompt"), label)
     for number, row in enumerate(rows, start=1):
         if fault := _fault(row, kind):
             raise UserError(f"{label}, row {number}: {fault}.")
@@ -78,11 +92,23 @@ def _has_unread_system(row: RawRow) -> bool:
     return not is_blank(row.get("system"))
 
 
+def _joined(turn: Any) -> Any:
+    """A message whose content is a list of text parts with their text, anything else as it is."""
+    parts: Any = turn.get("content") if isinstance(turn, dict) else None
+    is_text = isinstance(parts, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in parts
+    )
+    return {**turn, "content": "".join(part["text"] for part in parts)} if is_text else turn
+
+
 def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
     """Move `messages`, prompt and completion in one, to the first column that a stage reads."""
     turns: Any = row.get("messages")
     target = columns[0] if columns else "prompt"
     if len(columns) > 1 or target in row or "messages" not in row:
+        return row
+    if not columns and all(is_messages(row.get(name)) for name in PAIR):
         return row
     if not (is_messages(turns) or is_blank(turns)):
         return row
@@ -93,7 +119,9 @@ def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
 
 def _advice(row: RawRow, kind: str, column: str) -> str:
     """Advice about a missing column, a clause, by the schema of the row."""
-    if kind == "preference" and isinstance(row.get("chosen"), str) and (name := _question(row)):
+    if kind == "sft" and "chosen" in row and "completion" not in row:
+        return f"--column_map completion=chosen trains the chosen answers; {PAGE}"
+    if isinstance(row.get("rejected"), str) and (name := _question(row)):
         return (
             f"{name!r} is not in the beginning that both texts share; "
             f"--column_map prompt={name} takes it as prompt, other={name} leaves it aside"
@@ -134,8 +162,8 @@ def _empty_blank_rows(rows: list[RawRow], columns: Sequence[str], label: str) ->
     if blank:
         first = min(blank)
         distributed.print_rank0(
-            f"{label}: {len(blank)} of {len(rows)} rows have a blank or null cell, no answer or "
-            "nothing that both texts share, and are dropped, the first is row "
+            f"{label}: {len(blank)} of {len(rows)} rows have a blank or null cell, no answer, or "
+            "texts that are equal or share nothing, and are dropped, the first is row "
             f"{first + 1}, column {blank[first]!r}"
         )
     empty = {i: {**rows[i], **dict.fromkeys(columns, "-"), name: ""} for i, name in blank.items()}
@@ -191,16 +219,23 @@ def _cut_repeated_prompt(row: RawRow, columns: Sequence[str]) -> RawRow | None:
 def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
     """Move what the completions share to the end of the prompt, or to a new prompt.
 
+    The completion of SFT is compared with a column `rejected`, and prompts are those of pairs.
+
     - One completion of messages: all before the first answer, or all if there is none. A
       conversation that opens with a turn of the assistant has it in the prompt.
     - A pair of messages: all before the last message, which is the answer.
-    - A pair of texts without a `prompt` column: the common prefix, up to a word boundary. A single
-      space there goes to the completions, as in `trl-lib/tldr`; other white space stays.
+    - A pair of texts without a `prompt` column: the longest common prefix that may be one. A single
+      space at its end goes to the completions, as in `trl-lib/tldr`; other white space stays.
     """
-    values: list[Any] = [row.get(column) for column in columns]
+    first = columns[0] if columns else "chosen"
+    is_pair = "rejected" in row and row.get(first) is not row.get("messages")
+    names = (first, "rejected") if is_pair else columns
+    if not names:
+        return row
+    values: list[Any] = [row.get(name) for name in names]
     prompt: Any = row.get("prompt", [])
     if all(map(is_messages, values)) and (is_messages(prompt) or "prompt" not in row):
-        if len(columns) == 1:  # every answer is trained
+        if len(values) == 1:  # every answer is trained
             num_opening = 0 if prompt else 1
             asked = takewhile(lambda turn: turn["role"] != "assistant", values[0][num_opening:])
             shared: Any = [*values[0][:num_opening], *asked]
@@ -209,19 +244,36 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
             alike = takewhile(lambda turn: turn.count(turn[0]) == len(turn), earlier)
             shared = [turn[0] for turn in alike]
         prompt = [*prompt, *shared]
-    elif len(columns) == 2 and "prompt" not in row and all(isinstance(v, str) for v in values):
-        shared = os.path.commonprefix(values)
-        if not all(value[len(shared) :][:1].isspace() for value in values):
-            shared = re.sub(r"\S*\Z", "", shared)
+    elif len(values) == 2 and "prompt" not in row and all(isinstance(v, str) for v in values):
+        shared = os.path.commonprefix(values) if values[0] != values[1] else ""
+        ends = (end for end in range(len(shared), 0, -1) if _may_end(values, end))
+        shared = shared[: next(ends, 0)]
         if re.search(r"\S \Z", shared):
             shared = shared[:-1]
         if _question(row, shared):
             return row  # refused as one without a prompt
         prompt = shared
+    elif "prompt" not in row and _blank_column(row, names):
+        return {**row, "prompt": None}
     else:
         return row
-    completions = {name: value[len(shared) :] for name, value in zip(columns, values, strict=True)}
-    return {**row, "prompt": prompt, **completions}
+    answers = {name: row[name][len(shared) :] for name in columns}
+    return {**row, "prompt": prompt, **answers}
+
+
+def _may_end(texts: Sequence[str], end: int) -> bool:
+    """Whether a prompt may end behind the first `end` characters, which both texts share.
+
+    It may at white space, and in a script without spaces between any two letters. A part of a word
+    of another script belongs to the completions, and none of them is empty.
+    """
+    last, following = texts[0][end - 1], [text[end : end + 1] for text in texts]
+    if not all(following) or not (BREAK.match(last) or all(map(BREAK.match, following))):
+        return False
+    marks = (
+        unicodedata.category(char)[0] == "M" or JOINED.match(last + char) for char in following
+    )
+    return not any(marks)
 
 
 def _fault(row: RawRow, kind: str) -> str:
@@ -248,4 +300,11 @@ def _fault(row: RawRow, kind: str) -> str:
                     f"column {column!r} has messages of {roles} behind those that all completions "
                     "share; it must be one, of the assistant"
                 )
+    is_answered = is_messages(row["prompt"]) and row["prompt"][-1]["role"] == "assistant"
+    kwargs = row.get("chat_template_kwargs") or {}
+    if kind == "prompts" and is_answered and not kwargs.get("continue_final_message"):
+        return (
+            "column 'prompt' ends with an answer of the assistant; leave it out, or have it "
+            "continued by 'continue_final_message': true in the column 'chat_template_kwargs'"
+        )
     return ""

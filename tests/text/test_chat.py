@@ -128,8 +128,15 @@ def test_a_prompt_may_begin_the_answer(tmp_path, chatml):
     (example,) = load(tmp_path, chatml, "sft", row)
     assert example.prompt == chat(USER) + TURN + "It"
     assert chatml.decode(example.completions[0]) == " ends.<|im_end|>"
-    (prompt,) = load(tmp_path, chatml, "prompts", {"prompt": [USER, BEGUN]})
-    assert prompt.prompt_ids == example.prompt_ids
+    told = "row 1: column 'prompt' ends with an answer .* 'chat_template_kwargs'"
+    with pytest.raises(UserError, match=told):
+        load(tmp_path, chatml, "prompts", {"prompt": [USER, BEGUN]})
+    for of_row in (row, {"prompt": [USER, BEGUN]}):
+        of_row["chat_template_kwargs"] = {"continue_final_message": True}
+    (prompt,) = load(tmp_path, chatml, "prompts", {**of_row})
+    (again,) = load(tmp_path, chatml, "sft", row)
+    assert prompt.prompt_ids == again.prompt_ids == example.prompt_ids
+    assert again.completions == example.completions
 
 
 def test_reward_functions_see_the_messages_and_answers_without_their_end(tmp_path, chatml):

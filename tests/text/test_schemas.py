@@ -40,7 +40,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "conversations": {"conversations": SHARE_GPT},
     "other names": {"messages": SHARE_GPT},
     "other roles": {"messages": CALLS},
-    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "So?"}]}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "image", "text": "So?"}]}]},
+    "text parts": {
+        "messages": [
+            {
+                **m,
+                "content": [{"type": "text", "text": m["content"][:4], "image": None}]
+                + [{"type": "text", "text": m["content"][4:]}],
+            }
+            for m in ASKED + BLUE
+        ]
+    },
     "alpaca": INSTRUCTION,
     "dolly": {"instruction": "Name its color.", "context": "The sky", "response": "Blue."},
     "prompt": {"prompt": "The sky is"},
@@ -57,6 +67,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "question inside": {"question": "The sky", **IMPLICIT},
     "messages beside": {"messages": ASKED + BLUE, **IMPLICIT},
     "conversations beside": {"conversations": SHARE_GPT, **IMPLICIT},
+    "UltraFeedback": {
+        "prompt": ASKED[0]["content"],
+        "messages": [*ASKED, *GREEN, *ASKED, *BLUE],
+        "chosen": ASKED + BLUE,
+        "rejected": ASKED + GREEN,
+    },
     "unpaired": {"prompt": "The sky is", "completion": " blue.", "label": True},
     "stepwise": {
         "prompt": "Which number is larger, 9.8 or 9.11?",
@@ -68,6 +84,7 @@ END = "<|im_end|>"
 QUESTION = f"<|im_start|>user\nWhat color is the sky?{END}\n<|im_start|>assistant\n"
 BRIEF = f"<|im_start|>system\nBe brief.{END}\n{QUESTION}"
 CALLED = f"{END}\n<|im_start|>tool\nblue{END}\n<|im_start|>assistant\n"
+CHOSEN = "--column_map completion=chosen trains the chosen answers; docs/data.md has"
 DOCS = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 # By the schema: what SFT, the stages with pairs, and GRPO read: a prompt with its completions, each
 # with the stop token; or what they say. One that is not here is refused by all of them.
@@ -79,24 +96,30 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
         (f"{QUESTION}look(){CALLED}",),
     ),
     "other names": (f"each with the texts 'role' and 'content'; {DOCS}",) * 3,
+    "text parts": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
     "parts": (f"each with the texts 'role' and 'content'; {DOCS}",) * 3,
     "prompt": (DOCS, DOCS, ("The sky is",)),
     "chat prompt": (DOCS, DOCS, (QUESTION,)),
     "completion": (("The sky is", " blue."), DOCS, ("The sky is",)),
     "chat completion": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
     "pair": (DOCS, ("The sky is", " blue.", " green."), ("The sky is",)),
-    "implicit pair": (DOCS, ("The sky is", " blue.", " green."), DOCS),
-    "alpaca pair": (DOCS, "--column_map prompt=instruction takes it", DOCS),
-    "question beside": (DOCS, "--column_map prompt=question takes it", DOCS),
-    "question inside": (DOCS, ("The sky is", " blue.", " green."), DOCS),
+    "implicit pair": (CHOSEN, ("The sky is", " blue.", " green."), ("The sky is",)),
+    "alpaca pair": (CHOSEN, *("--column_map prompt=instruction takes it",) * 2),
+    "question beside": (CHOSEN, *("--column_map prompt=question takes it",) * 2),
+    "question inside": (CHOSEN, ("The sky is", " blue.", " green."), ("The sky is",)),
     "messages beside": (
         (QUESTION, "It is blue."),
         "--column_map prompt=messages takes it",
         (QUESTION,),
     ),
-    "conversations beside": (DOCS, "--column_map prompt=conversations takes it", DOCS),
-    "chat pair": (DOCS, (QUESTION, "It is blue.", "It is green."), (QUESTION,)),
-    "implicit chat pair": (DOCS, (QUESTION, "It is blue.", "It is green."), DOCS),
+    "conversations beside": (CHOSEN, *("--column_map prompt=conversations takes it",) * 2),
+    "chat pair": (CHOSEN, (QUESTION, "It is blue.", "It is green."), (QUESTION,)),
+    "implicit chat pair": (CHOSEN, (QUESTION, "It is blue.", "It is green."), (QUESTION,)),
+    "UltraFeedback": (
+        (f"{QUESTION}It is green.{END}\n{QUESTION}", "It is blue."),
+        (QUESTION, "It is blue.", "It is green."),
+        (QUESTION,),
+    ),
     "unpaired": (("The sky is", " blue."), DOCS, ("The sky is",)),
     "stepwise": (DOCS, DOCS, ("Which number is larger, 9.8 or 9.11?",)),
 }
@@ -140,8 +163,50 @@ def test_each_schema_is_read_or_refused_with_a_way_out(tmp_path, tokenizer, sche
     *earlier, example = read(tmp_path, tokenizer, kind, [ROWS[schema]])
     assert texts(example, tokenizer) == (expected[0], *(text + END for text in expected[1:]))
     if earlier:  # of a conversation's answers the last is written out above
-        assert [texts(e, tokenizer) for e in earlier] == [(QUESTION, "look()" + END)]
-    assert bool(earlier) == ((schema, kind) == ("other roles", "sft"))
+        first = {"other roles": "look()", "UltraFeedback": "It is green."}[schema]
+        assert [texts(e, tokenizer) for e in earlier] == [(QUESTION, first + END)]
+    assert bool(earlier) == (kind == "sft" and schema in ("other roles", "UltraFeedback"))
+
+
+@pytest.mark.parametrize("kind", ["sft", "prompts"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "pair",
+        "implicit pair",
+        "chat pair",
+        "implicit chat pair",
+        "UltraFeedback",
+        "question inside",
+    ],
+)
+def test_the_chosen_answer_is_trained_behind_the_prompt_of_the_pair(
+    tmp_path, tokenizer, kind, schema
+):
+    """What `--column_map completion=chosen` trains is the first completion of the pair."""
+    (pair,) = read(tmp_path, tokenizer, "preference", [ROWS[schema]])
+    column_map = ["completion=chosen"] if kind == "sft" else []
+    (example,) = read(tmp_path, tokenizer, kind, [ROWS[schema]], column_map=column_map)
+    assert texts(example, tokenizer) == texts(pair, tokenizer)[: 1 + len(column_map)]
+    assert example.messages == pair.messages
+    if kind == "prompts":  # reward functions get the columns as the file has them
+        assert example.columns == {k: v for k, v in ROWS[schema].items() if k != "prompt"}
+
+
+@pytest.mark.parametrize(("kind", "column_map"), [("sft", ["completion=chosen"]), ("prompts", [])])
+@pytest.mark.parametrize("other", [None, "The sky is blue."])
+def test_a_null_or_equal_pair_without_a_prompt_is_dropped(
+    tmp_path, tokenizer, kind, column_map, other
+):
+    rows = [IMPLICIT, {"chosen": "The sky is blue.", "rejected": other}]
+    flags = {"column_map": column_map, "max_dropped_fraction": 0.5}
+    assert [example.row for example in read(tmp_path, tokenizer, kind, rows, **flags)] == [0]
+
+
+def test_an_answer_is_no_part_of_a_prompt_to_sample_from(tmp_path, tokenizer):
+    row = ROWS["implicit chat pair"]
+    with pytest.raises(UserError, match="'prompt' ends with an answer of the assistant; leave it"):
+        read(tmp_path, tokenizer, "prompts", [row], column_map=["prompt=chosen"])
 
 
 def test_bars_count_the_rows_while_they_are_read_rendered_and_tokenised(
@@ -205,7 +270,7 @@ def test_a_blank_or_null_cell_drops_its_row(tmp_path, tokenizer, capsys, kind, g
     examples = read(tmp_path, tokenizer, kind, rows, max_dropped_fraction=0.4)
     assert [example.row for example in examples] == [0, 1, 3, 5]
     output = capsys.readouterr().out
-    blank = "a blank or null cell, no answer or nothing that both texts share,"
+    blank = "a blank or null cell, no answer, or texts that are equal or share nothing,"
     assert f"2 of 6 rows have {blank} and are dropped" in output
     first = f"the first is row 3, column {column!r}"
     assert first in output
