@@ -74,7 +74,8 @@ def _open_split(
     is_main = dataset_name == config.dataset_name
     subset, revision = config.dataset_config * is_main, config.dataset_revision * is_main
     data = sources.rows_of(dataset_name, split, subset, revision)
-    return label, (row for p in data.with_format("arrow").iter(1000) for row in p.to_pylist())
+    tables = data.with_format("arrow").iter(1000)
+    return label, (row for table in tables for row in sources.rows_of_table(table))
 
 
 def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bool = False) -> str:

@@ -7,6 +7,8 @@ The sentence names the file or split, the row and the column. CNN/DailyMail rows
 import gzip
 import json
 import time
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,69 @@ def save_to_disk(folder: Path, *names: str) -> str:
     return str(folder)
 
 
+def chat_of(*contents: Any, **call: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": c} for c in contents] + [{"role": "assistant", **call}]
+
+
+CALL = {"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": None}}}]}
+JSON, TEXT, NUMBER = datasets.Json(), datasets.Value("string"), datasets.Value("int32")
+AS_DATASETS: list[tuple[Any, Any]] = [  # a feature, and the cells of three rows
+    (JSON, [1, "1", {"a": [None, 0.5]}]),
+    (JSON, ["x", None, ["y", 2]]),
+    (datasets.List(JSON), [chat_of("a", **CALL), chat_of("b", content="c"), []]),
+    (datasets.LargeList({"role": TEXT, "content": JSON}), [chat_of("a"), chat_of(["b"]), None]),
+    (datasets.List(datasets.List(JSON)), [[[None, 1], [], ["a"]], [[]], [["1"]]]),
+    ({"a": {"b": JSON}}, [{"a": {"b": [1]}}, {"a": {"b": None}}, {"a": None}]),
+    (datasets.Sequence({"a": JSON}), [{"a": [1, "x"]}, {"a": []}, {"a": [{}]}]),
+    (datasets.ClassLabel(names=["no", "yes"]), ["yes", 0, None]),
+    (datasets.Translation(["de", "en"]), [{"de": "a", "en": "b"}] * 3),
+    (datasets.TranslationVariableLanguages(languages=["de", "en"]), [{"de": ["a", "b"]}] * 3),
+    (datasets.Array2D((1, 2), "float32"), [[[1, 2]], [[3, 4]], [[5, 6]]]),
+    (datasets.Value("large_string"), ["a", "", None]),
+    (datasets.Value("timestamp[us]"), [datetime(2024, 2, 29, 1, 2, 3)] * 3),
+    (datasets.Value("date32"), [date(2024, 2, 29), None, date(1, 1, 1)]),
+    (datasets.Value("decimal128(9, 2)"), [Decimal("1.50"), None, Decimal("-0.25")]),
+    (datasets.Value("binary"), [b"\xff", None, b""]),
+]
+
+
+@pytest.mark.parametrize(("feature", "cells"), AS_DATASETS)
+def test_rows_are_those_of_datasets(tmp_path, monkeypatch, feature, cells):
+    """Of a saved folder, a parquet file, and a data set that `load_dataset` reads."""
+    columns = {"prompt": ["a", "b", "c"], "cell": cells}
+    features = datasets.Features({"prompt": TEXT, "cell": feature})
+    data = datasets.Dataset.from_dict(columns, features=features)
+    data.with_format("numpy", columns=["prompt"]).save_to_disk(tmp_path / "saved")
+    (tmp_path / "hub").mkdir()
+    data.to_parquet(tmp_path / "hub" / "train.parquet")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(
+        sources,
+        "data_files",
+        lambda name, split, read=sources.data_files: (
+            [] if name.endswith("hub") else read(name, split)
+        ),
+    )
+    expected = [*data]
+    for name in ("saved", "hub/train.parquet", "hub"):
+        assert load_rows(str(tmp_path / name), "train", kind="prompts") == expected, name
+        assert load_rows(str(tmp_path / name), "train[1:]", kind="prompts") == expected[1:], name
+
+
+def test_cells_that_arrow_encodes_are_those_of_the_table(tmp_path):
+    cells = pyarrow.array(["x", None, "x"]).dictionary_encode()
+    text = pyarrow.array(['{"a": 1}', None, "[]"], pyarrow.json_())
+    table = pyarrow.table({"prompt": ["a", "b", "c"], "cell": cells, "json": text})
+    for i, stores in enumerate((True, False)):  # the schema of Arrow
+        pyarrow.parquet.write_table(table, tmp_path / f"{i}.parquet", store_schema=stores)
+        found = load_rows(str(tmp_path / f"{i}.parquet"), "train", kind="prompts")
+        assert [(row["cell"], row["json"]) for row in found] == [
+            ("x", {"a": 1}),
+            (None, None),
+            ("x", []),
+        ]
+
+
 @pytest.mark.parametrize("write", [write_splits, save_to_disk])
 @pytest.mark.parametrize(
     ("names", "expected"),
@@ -208,6 +273,12 @@ UNREADABLE = [
     ("b.jsonl", b'{"prompt": "p"}\n["p"]\n', "b.jsonl, line 2: expected named columns"),
     ("b.json", b'[{"prompt": "p"}, 3]', "b.json, row 2: expected named columns"),
     ("c.jsonl", b"\xff\xfe", "from line 1 on: 'utf-8' codec can't decode byte 0xff"),
+    (
+        "h.jsonl",
+        b'{"prompt": "p"}\n{"prompt": "p", "prompt": "q"}',
+        "line 2 on: the name 'prompt' is",
+    ),
+    ("h.json", b'[{"prompt": [{"role": "user", "content": "", "content": ""}]}]', "'content' is"),
     ("l.json", b'[{"prompt": "a"},\n\n{"prompt": "\xe9"}]', "can't decode byte 0xe9"),
     ("d.parquet", b"not parquet", "d.parquet cannot be read"),
     ("e.jsonl.gz", b"plain text", "e.jsonl.gz cannot be read"),
@@ -240,6 +311,15 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, tmp_path, 
 
 def test_a_missing_folder_of_a_recipe_names_what_makes_it():
     assert "the make_rows.py next to the recipe makes it" in refusal("data/nope", "train")
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    twice = [pyarrow.array(["p"])] * 2
+    inside = pyarrow.StructArray.from_arrays(twice, names=["content", "content"])
+    for names, columns in ((["prompt", "prompt"], twice), (["prompt", "n"], [twice[0], inside])):
+        file = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=names), file)
+        assert "a.parquet cannot be read: " in refusal(str(file), "train", kind="prompts")
 
 
 def test_a_date_that_python_cannot_hold_is_refused(tmp_path):
@@ -357,6 +437,29 @@ def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
         ("one two", "one\tthree", ("one", " two", "\tthree")),
         # One text is the beginning of the other: a completion must not be empty.
         ("one two", "one two three", ("one", " two", " two three")),
+        ("Say: it's", "Say: it is", ("Say:", " it's", " it is")),
+        (
+            "Say: \ud55c\uad6d",
+            "Say: \ud55c\uad6d\uc5b4",
+            ("Say:", " \ud55c\uad6d", " \ud55c\uad6d\uc5b4"),
+        ),
+        ("\u5929\U0001f600a", "\u5929\U0001f600b", ("\u5929", "\U0001f600a", "\U0001f600b")),
+        # Scripts without spaces: what is shared, but no part of a word of another script
+        (
+            "问：什么颜色？答：蓝色。",
+            "问：什么颜色？答：绿色。",
+            ("问：什么颜色？答：", "蓝色。", "绿色。"),
+        ),
+        ("答：The cat", "答：This", ("答：", "The cat", "This")),
+        ("答:蓝", "答:绿", ("答:", "蓝", "绿")),
+        ("答：蓝", "答：蓝色", ("答：", "蓝", "蓝色")),
+        ("空は何色ですか。青い", "空は何色ですか。赤い", ("空は何色ですか。", "青い", "赤い")),
+        ("\uff71\uff72\uff73", "\uff71\uff72\uff74", ("\uff71\uff72", "\uff73", "\uff74")),
+        ("ฟ้าสีอะไร ตอบ:แดง", "ฟ้าสีอะไร ตอบ:ดำ", ("ฟ้าสีอะไร ตอบ:", "แดง", "ดำ")),
+        ("ท้องฟ้า", "ท้องฟาก", ("ท้อง", "ฟ้า", "ฟาก")),  # a tone mark stays with its letter
+        ("ถามน้ำ", "ถามนก", ("ถาม", "น้ำ", "นก")),
+        ("ຟ້າສີແດງ", "ຟ້າສີຂາວ", ("ຟ້າສີ", "ແດງ", "ຂາວ")),
+        ("មេឃពណ៌ក្រ", "មេឃពណ៌ក្ល", ("មេឃពណ៌", "ក្រ", "ក្ល")),  # a letter below a letter
     ],
 )
 def test_a_missing_prompt_is_the_shared_prefix(tmp_path, chosen, rejected, expected):
