@@ -33,13 +33,18 @@ ARGUMENTS = (  # of a reward function, which are no columns
 )
 LARGEST = (2 - 2.0**-23) * 2.0**127  # the largest number of float32
 WORD = re.compile(r"\w+")
-# A number, as people write one, that is not a part of something longer (18th, 1/2, 3 1/2, 1.2.3).
+# A number, as people write one, that is not a part of something longer.
 NUMBER = (
     r"(?P<sign>[-+\u2212$* \t]*)"
     r"(?P<digits>(\d{1,3}(,\d{3})+|\d+)(\.\d+)?|\.\d+)"
-    r"(?![\w/:]|[.,]\d)"
-    r"(?![ \t]*(and[ \t]+)?-?[ \t]*((\d+[ \t]*)?[/\u2044][ \t]*\d|[\u00bc-\u00be\u2150-\u215f]))"
-)
+    r"(?![\w/:^]|[.,]\d|[^\s<]*<?\d)"  # 18th, 1/2, 10^3, 1'000, 1.2.3, 5-6
+    r"(?!SPACE(and\s+)?(-SPACE)?((\d+SPACE)?[/\u2044]SPACE\d|[\u00bc-\u00be\u2150-\u215f]))"
+    r"(?![^\S\r\n]+\d\d)"  # 1 000
+    r"(?!SPACE([-+*/:^\u00b1\u00b7\u00d7\u00f7\u2010-\u2015\u2212\u22c5]+|\\(times|cdot|div|pm)"
+    r"|(x|to|or|and|times|plus|minus)\b)SPACE[$(]?\.?\d)"  # 5 x 10, 5 to 6
+    r"(?!SPACE(\\?(pi|sqrt)\b|\\[dt]?frac|\u221a|\u03c0|(hundred|thousand|[mbtr]+illion)(ths?)?\b"
+    r"|squared\b|cubed\b|to the power|and a (half|third|quarter)\b))"  # 5 million
+).replace("SPACE", r"[^\S\r\n]*")  # within a line
 FINAL_ANSWER = re.compile(r"####" + NUMBER)
 ONLY_A_NUMBER = re.compile(NUMBER + r"[.\s]*")
 

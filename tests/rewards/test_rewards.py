@@ -305,6 +305,13 @@ def test_a_pattern_is_found_anywhere_and_a_format_is_that_of_the_whole_text():
     assert judged("regex:a:b", "a:b", "ab") == [1, 0]
 
 
+# What makes a 5 another number, and what does not
+LONGER = r"""^3|**3| ** 3|*3|\frac{1}{2}| \frac12| \times 10^3|\pi| \cdot 2|(3)|'000|\,000|{,}000|_000|/4|,5|-6| - 6|– 6| to 6| or 6|:30|-01-02|x10|e3|k|km
+²|¾| + 3|+3| × 10| x 3| million| hundredths| squared| and a half|<6"""
+BEHIND = r"""|.|$|\$|%|\%|!|</s>|.</s>|<extra_id_0>|**| dollars| km/h|\text{ km}| x| (10 / 2)
+, 3 a day|. 3 left| - the sum|-year"""
+
+
 @pytest.mark.parametrize(
     ("completion", "answer", "expected"),
     [
@@ -347,6 +354,9 @@ def test_a_pattern_is_found_anywhere_and_a_format_is_that_of_the_whole_text():
         ("#### 3 1", "#### 3", 1),
         ("#### 3\n1/2 of them", "#### 3", 1),
         ("#### 18th", "#### 18", 0),
+        *((f"#### 5{text}", 5, 0) for text in re.split(r"[|\n]", LONGER)),
+        *((f"#### 5{space}000", 5, 0) for space in " \u202f\xa0\u2009\u2019\u200b"),
+        *((f"#### 5{text}", 5, 1) for text in re.split(r"[|\n]", BEHIND)),
         ("#### 1.2.3", "#### 1.2", 0),
         ("#### x = 18", "#### 18", 0),
         ("#### \n18", "#### 18", 0),
