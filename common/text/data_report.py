@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ from common import distributed
 from common.errors import UserError
 
 Item = TypeVar("Item")
+PERCENT = (50, 90, 95, 99, 100)  # of a file's prompts and completions, at which lengths are printed
 
 
 def progress(rows: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
@@ -34,19 +35,20 @@ def progress(rows: Iterable[Item], title: str, total: int | None = None) -> Iter
 
 @dataclass
 class DataReport:
-    """Rows kept, dropped and truncated. Lengths are tokens: median, 90 %, 99 %, maximum."""
+    """Rows kept, dropped and truncated. Lengths are tokens."""
 
     split: str
     num_rows: int
+    limits: Mapping[str, int]  # of a prompt and of a completion
     num_kept: int = 0
     dropped: dict[str, int] = field(default_factory=Counter)  # by the reason
     first_dropped: int = 0  # its row, counted from 1
     num_prompts_truncated: int = 0
-    num_completions_truncated: int = 0
+    num_completions: int = 0  # of the rows kept
+    num_completions_truncated: int = 0  # they end without a stop token
     num_boundary_merges: int = 0
     num_boundaries_checked: int = 0
-    prompt_lengths: Sequence[int] = ()
-    completion_lengths: Sequence[int] = ()
+    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)  # at PERCENT, before the cut
     num_conversations: int = 0  # if rows are their answers
 
     @property
@@ -67,13 +69,22 @@ class DataReport:
             f"truncated {self.num_prompts_truncated} prompts and "
             f"{self.num_completions_truncated} completions",
         ]
-        lengths = (self.prompt_lengths, self.completion_lengths)
-        prompt, completion = ("/".join(map(str, quantiles)) for quantiles in lengths)
-        lines.append(f"  tokens at 50/90/99/100 %: prompt {prompt}")
+        percent, prompt, completion = (
+            "/".join(map(str, numbers)) for numbers in (PERCENT, *self.lengths.values())
+        )
+        lines.append(f"  tokens before the cut at {percent} %: prompt {prompt}")
         if self.num_boundaries_checked:
             lines[-1] += (
                 f", completion {completion}; {self.num_boundary_merges} of "
                 f"{self.num_boundaries_checked} would merge across the boundary"
+            )
+        for noun, limit in self.limits.items():
+            if (needed := self.lengths[noun][PERCENT.index(95)]) > limit:
+                lines.append(f"  --max_{noun}_length {needed} would keep 95 % whole, it is {limit}")
+        if 2 * self.num_completions_truncated > self.num_completions:
+            lines.append(
+                f"  warning: {self.num_completions_truncated} of {self.num_completions} "
+                "completions lose their stop token: only the others teach to stop"
             )
         if self.num_conversations:
             lines.append(f"  rows are the answers of {self.num_conversations} conversations")

@@ -15,7 +15,7 @@ from common.config.stages import CommonConfig
 from common.errors import UserError
 from common.text import shared_rows
 from common.text.chat import render
-from common.text.data_report import DataReport, progress
+from common.text.data_report import PERCENT, DataReport, progress
 from common.text.example import Example, Vocabulary
 from common.text.reading import load_rows
 from common.text.rows import Row
@@ -33,11 +33,15 @@ SHOWN_CHARACTERS = 60  # of each end of a long text in `marked`
 
 
 class _Text(NamedTuple):
-    """A prompt or a completion: its text, its ids, whether tokens were cut."""
+    """A prompt or a completion, as it is trained."""
 
     text: str
-    ids: list[int]
-    is_truncated: bool
+    ids: list[int]  # none of a prompt that no cut makes fit
+    num_tokens: int  # before the cut, with bos or stop token
+
+    @property
+    def is_truncated(self) -> bool:
+        return len(self.ids) < self.num_tokens
 
 
 def load_examples(
@@ -106,7 +110,9 @@ def tokenize_rows(
     cue = config.prompt_cue.replace("\\n", "\n")
     if cue and not any(closing_cue(row.prompt, cue) for row in rows):
         raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
-    report = DataReport(split=split, num_rows=len(rows))
+    limits = {"prompt": config.max_prompt_length, "completion": config.max_completion_length}
+    report = DataReport(split, len(rows), limits)
+    lengths: dict[str, list[int]] = {"prompt": [], "completion": []}
     examples: list[Example] = []
     boundaries: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
     remaining = progress(rows, "tokenising", len(rows))
@@ -116,11 +122,14 @@ def tokenize_rows(
         encoded = iter(tokenize_completions(texts, vocabulary, config.max_completion_length))
         for row, prompt in zip(chunk, prompts, strict=True):
             completions = list(islice(encoded, len(row.completions)))
-            if reason := _drop_reason(row, prompt, completions):
+            reason = _drop_reason(row, prompt, completions)
+            if not reason.startswith("empty"):
+                lengths["prompt"].append(prompt.num_tokens)
+                lengths["completion"] += [text.num_tokens for text in completions]
+            if reason:
                 report.dropped[reason] += 1
                 report.first_dropped = report.first_dropped or row.number + 1
                 continue
-            assert prompt is not None
             report.num_prompts_truncated += prompt.is_truncated
             report.num_completions_truncated += sum(text.is_truncated for text in completions)
             examples.append(
@@ -136,8 +145,8 @@ def tokenize_rows(
             )
             boundaries.append([(prompt.text, completion.text) for completion in completions])
     report.num_kept = len(examples)
-    report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in examples])
-    report.completion_lengths = _quantiles([len(c) for e in examples for c in e.completions])
+    report.num_completions = sum(len(example.completions) for example in examples)
+    report.lengths = {noun: _quantiles(lengths[noun]) for noun in lengths}
     every = -(-len(boundaries) // MERGE_SAMPLE) or 1
     sample = [boundary for of_row in boundaries[::every] for boundary in of_row]
     report.num_boundaries_checked = len(sample)
@@ -150,30 +159,29 @@ def _tokenize_prompts(
     tokenizer: Any,
     config: CommonConfig,
     cue: str,  # that a flag gives; see `closing_cue`
-) -> list[_Text | None]:
-    """Prompts that fit, None where no cut makes one fit: a text with the tokenizer's bos.
+) -> list[_Text]:
+    """Prompts that fit, without ids where no cut makes one fit: a text with the tokenizer's bos.
 
     A conversation is the tokens of its template's text, as in `apply_chat_template`.
     """
     leading = leading_ids(tokenizer)
     opening = tokenizer.decode(leading)
     room = config.max_prompt_length - len(leading)
-    result: list[_Text | None] = []
+    result: list[_Text] = []
     for row, ids in zip(rows, encode([row.prompt for row in rows], tokenizer), strict=True):
         if row.messages:
             fits = len(ids) <= config.max_prompt_length
-            result.append(_Text(row.prompt, ids, False) if fits else None)
+            result.append(_Text(row.prompt, ids if fits else [], len(ids)))
             continue
         prompt, ids = row.prompt.removeprefix(opening), without_leading(ids, leading)
-        if len(ids) <= room:
-            result.append(_Text(prompt, leading + ids, False))
-        elif config.prompt_truncation == "start":
+        whole = leading + ids
+        if len(ids) > room and config.prompt_truncation == "start":
             ids = ids[len(ids) - room :]
-            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            result.append(_Text(text, leading + ids, True))
-        else:
+            prompt = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        elif len(ids) > room:
             shorter = truncate_prompt(prompt, tokenizer, room, closing_cue(prompt, cue))
-            result.append(_Text(shorter[0], leading + shorter[1], True) if shorter else None)
+            prompt, ids = shorter or (prompt, [])
+        result.append(_Text(prompt, leading + ids if ids else [], len(whole)))
     return result
 
 
@@ -208,13 +216,13 @@ def tokenize_completions(
             ids, last = ids[:end], ids[end]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         ids = [*ids, last]
-        result.append(_Text(text, ids[:max_length], len(ids) > max_length))
+        result.append(_Text(text, ids[:max_length], len(ids)))
     return result
 
 
-def _drop_reason(row: Row, prompt: _Text | None, completions: Sequence[_Text]) -> str:
+def _drop_reason(row: Row, prompt: _Text, completions: Sequence[_Text]) -> str:
     """The reason to drop a row, empty if there is none."""
-    if prompt is None:
+    if prompt.is_truncated and not prompt.ids:
         return "prompt over max_prompt_length"
     if row.is_partial:
         return "answer left out in part by the chat template"
@@ -240,6 +248,6 @@ def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> i
 
 
 def _quantiles(lengths: Sequence[int]) -> list[int]:
-    """Median, 90 %, 99 % and maximum: the smallest length that the share does not exceed."""
+    """The smallest length that each share of `data_report.PERCENT` does not exceed."""
     ordered = sorted(lengths) or [0]
-    return [ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99, 100)]
+    return [ordered[-(-len(ordered) * percent // 100) - 1] for percent in PERCENT]
