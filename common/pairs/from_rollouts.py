@@ -253,7 +253,6 @@ def informative_pairs(
 
 def write_jsonl(path: Path, pairs: Sequence[SampledPair]) -> None:
     """Write the pairs as rows that every stage reads: prompt, chosen, rejected, and the rewards."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     names = ("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward")
     rows = [dict(zip(names, (p.example.prompt, *p.texts, *p.rewards), strict=True)) for p in pairs]
     write_atomically(path, map(json_line, rows))

@@ -53,7 +53,8 @@ def keep_lines(path: Path, number: int) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path in the same folder that replaces `path` once it is on the disk."""
+    """A temporary path in the same folder, made if missing, that replaces `path` once written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
     try:
         yield unfinished

@@ -18,7 +18,7 @@ from common.distributed import is_rank0, peak_memory_gb, world_size
 from common.errors import UserError
 from common.record import output_lock, run_folder
 from common.record.glossary import CONSOLE, POSTFIX, is_defined, recorded
-from common.record.jsonl import json_line
+from common.record.jsonl import json_line, write_atomically
 from common.record.metrics import Accumulator
 from common.record.terminal import format_number, progress_bar, show_status, wrapped_table
 from common.record.tracking import Tracker
@@ -51,7 +51,7 @@ class RunLogger:
         if not self._active:
             return
         self.output_dir = output_dir = Path(config.output_dir)
-        run_folder.save_run_files(output_dir, config, world_size())
+        self._run_files = run_folder.save_run_files(output_dir, config, world_size())
         earlier = run_folder.read_metrics(output_dir)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
@@ -158,12 +158,14 @@ class RunLogger:
         output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Add lines to a file; a file that was removed is written again."""
+        """Add lines to a file; it and the run's other files are written again if removed."""
         file, path = self._files[name], self.output_dir / name
         try:
-            if not path.exists():
-                print(f"warning: {path} was removed in mid-run; it is written again.", flush=True)
-                path.parent.mkdir(parents=True, exist_ok=True)
+            for removed in [each for each in (*self._run_files, path) if not each.exists()]:
+                print(f"warning: {removed} was removed in mid-run; it is written again", flush=True)
+                if removed != path:
+                    write_atomically(removed, [self._run_files[removed]])
+                    continue
                 file.seek(0)
                 self._files[name] = path.open("a+", encoding="utf-8")
                 self._files[name].write(file.read())

@@ -18,7 +18,7 @@ from common import distributed
 from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.record import logger as run_logger
-from common.record import metrics, tracking
+from common.record import metrics, run_folder, tracking
 from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES, is_defined
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
@@ -165,6 +165,8 @@ def test_records_that_are_removed_in_mid_run_are_written_again(
     steps = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert steps == ([1] if is_last else [1, 2])
     assert read_jsonl(tmp_path / "run" / "samples.jsonl") == [{"step": 1, "completion": "yes"}]
+    assert run_folder.read_config(tmp_path / "run")["output_dir"] == str(tmp_path / "run")
+    assert "started" in run_folder.read_config(tmp_path / "run", run_folder.ENVIRONMENT)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
