@@ -9,6 +9,7 @@ from common import distributed
 from common.checkpoint import layout
 from common.config.stages import MODEL_FOLDERS, TrainConfig
 from common.errors import UserError
+from common.record import output_lock
 from common.record.run_folder import ENVIRONMENT, read_config
 from common.shutdown import signals
 
@@ -22,13 +23,13 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         Stopped: this run is finished already; so a list of commands can be repeated.
         UserError: the named folder is no whole checkpoint; or all are damaged; or `auto` finds one
             of a run with another config; or without a checkpoint, `output_dir` has a model of
-            another config or stage.
+            another config or stage; or another run is writing to it.
     """
     if distributed.is_rank0():
         refuse_other_stage(config)
     wanted = config.resume_from_checkpoint
     leave_finished(config)
-    folders: list[Path] = distributed.from_rank0(layout.newest_first(Path(config.output_dir)))
+    folders = locked_checkpoints(Path(config.output_dir))
     if wanted not in ("auto", "latest"):
         if distributed.number_in("TORCHELASTIC_RESTART_COUNT") and has_own(folders, config):
             wanted = "auto"  # torchrun repeats the command, and the run has saved since
@@ -55,6 +56,13 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     if wanted == "latest":
         distributed.print_rank0(f"no checkpoint in {config.output_dir} yet: starting at step 0")
     return None
+
+
+def locked_checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints, the newest first; no other run may remove one from now on. Collective."""
+    if distributed.is_rank0() and layout.newest_first(output_dir):
+        output_lock.take(output_dir)
+    return list(distributed.from_rank0(layout.newest_first(output_dir)))
 
 
 def refuse_other_stage(config: TrainConfig) -> None:

@@ -47,10 +47,13 @@ def restore_state(
     Learning rate, betas and weight decay of the optimizer stay as they are.
 
     Raises:
-        UserError: either the checkpoint or this run has no changing reference; or adapters or
-            model differ.
+        UserError: the checkpoint is gone; or either it or this run has no changing reference; or
+            adapters or model differ.
     """
-    manifest = layout.read_manifest(folder)
+    try:
+        manifest = layout.read_manifest(folder)
+    except ValueError as error:  # it was removed since it was chosen
+        raise UserError(f"the checkpoint {folder} cannot be read any more: {error}.") from None
     if manifest["has_reference"] != (reference is not None):
         has = "no updated" if reference is not None else "an updated"
         raise UserError(

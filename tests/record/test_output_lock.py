@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
+from common.checkpoint import layout, resume
 from common.errors import UserError
 from common.record import output_lock
 
@@ -28,8 +30,9 @@ def test_a_folder_is_another_run_s_until_that_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
+        layout.folder_of(tmp_path, 1).mkdir(parents=True)
         with pytest.raises(UserError, match="is being written by another run; wait"):
-            output_lock.take(tmp_path)
+            resume.find_checkpoint(tiny.train_config(output_dir=str(tmp_path)))  # before it is read
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     output_lock.take(tmp_path)
