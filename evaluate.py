@@ -74,12 +74,14 @@ def main(config: EvaluateConfig) -> None:
     for path, function in rewards.reward_models.items() if rows.pairs else ():
         scores = measure.reward_scores(function, rows.pairs, vocabulary, config)
         table.add({names[path]: scores.numpy()})
-    references = measure.reference_completions(rewards, rows.prompts, config.max_completion_length)
+    with records.kept(table, [], output_dir):
+        references = measure.reference_completions(
+            rewards, rows.prompts, config.max_completion_length
+        )
     prompt_records = [
         PromptRecord(prompt.row, prompt.prompt, references.get(i), prompt_ids=prompt.prompt_ids)
         for i, prompt in enumerate(rows.prompts)
     ]
-    records.write_records(table, prompt_records, output_dir)
 
     # Score pairs with the policies, the reference first, and generate
     reference: Reference | None = None
@@ -96,14 +98,14 @@ def main(config: EvaluateConfig) -> None:
                 score_names[path] = f"{names[path]} {next(iter(by_kind))}"
         if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing
             reference = Reference(policy, logps)
-        if rows.prompts:
-            records.write_records(table, prompt_records, output_dir)
-            completions = generate(names[path], policy, reference, rewards, rows.prompts, config)
-            records.add_system(prompt_records, names[path], completions)
-        records.write_records(table, prompt_records, output_dir)
+        with records.kept(table, prompt_records, output_dir):
+            if rows.prompts:
+                name = names[path]
+                generate(prompt_records, name, policy, reference, rewards, rows.prompts, config)
 
     # Judge: completions are compared with each other and with the rows' own
-    judges.add_verdicts(prompt_records, comparing, rows.prompts, config.seed)
+    with records.kept(table, prompt_records, output_dir):
+        judges.add_verdicts(prompt_records, comparing, rows.prompts, config.seed)
     if rows.pairs:
         texts = measure.completion_texts(rows.pairs, vocabulary)
         table.add(measure.baselines(rows.pairs, texts, config.seed))
@@ -173,14 +175,19 @@ def load_policy(path: str, policy_config: Any, config: EvaluateConfig, mesh: Any
 
 
 def generate(
+    prompt_records: Sequence[PromptRecord],
     name: str,
     policy: Policy,
     reference: Reference | None,
     rewards: "RewardFunctions",
     prompts: Sequence[Example],
     config: EvaluateConfig,
-) -> list[Generation]:
-    """A policy's completions of N prompts, N*K with their measurements. Collective."""
+) -> None:
+    """Add a policy's completions of N prompts, K each with their measurements. Collective.
+
+    If a reward function fails, they are added without rewards before its UserError is raised.
+    """
+    from common.rewards.score import RewardFunctions
     from common.sampling.vllm.sampler import new_sampler
 
     longest = config.max_new_tokens or config.max_completion_length
@@ -193,10 +200,21 @@ def generate(
         temperature=config.temperature,
     )
     split.check_sampler(sampler, prompts, rollouts, config.temperature)
-    ref_policy = reference.policy if reference else None
-    return measure.measure_completions(
-        policy, ref_policy, rewards, prompts, rollouts, config, config.temperature
-    )
+
+    def measured(judging: RewardFunctions) -> list[Generation]:
+        ref_policy = reference.policy if reference else None
+        return measure.measure_completions(
+            policy, ref_policy, judging, prompts, rollouts, config, config.temperature
+        )
+
+    try:
+        with distributed.together():
+            completions = measured(rewards)
+    except UserError:
+        unjudged = measured(RewardFunctions({}, [], rewards.vocabulary))
+        records.add_system(prompt_records, name, unjudged)
+        raise
+    records.add_system(prompt_records, name, completions)
 
 
 def start_folder(config: EvaluateConfig) -> Path:

@@ -116,7 +116,7 @@ def main(config: GRPOConfig) -> None:
     # Loop
     if config.eval_steps and run.step == 0:
         evaluate(0)  # where curves start
-    for step in run.steps():
+    for step in run.steps(evaluate, show_samples):
         # 1. Sample K candidates for each of this rank's N prompts, and score every one
         examples, real = data.prompts(train_set, order.rows(step))
         groups = sample_groups(examples, real)
@@ -188,7 +188,7 @@ def sample_and_reward(
     from common.record.glossary import LOGGED_PREFIX
 
     run.checkpointer.stop_if_asked(run.step, at_once=True)
-    with run.metrics.timed("sample_seconds"), run.kept_if_engine_fails():
+    with run.metrics.timed("sample_seconds"), run.kept_if_users_fail(run.step):
         candidates = sampler.sample(
             examples,
             num_samples=config.num_candidates,
@@ -196,7 +196,7 @@ def sample_and_reward(
             report=run.logger.status,
             **config.sampling,
         )
-    with run.metrics.timed("score_seconds"):
+    with run.metrics.timed("score_seconds"), run.kept_if_users_fail(run.step):
         scored = rollouts.reward(scorer, examples, candidates, config, run.step, run.total_steps)
     for name, values in scored.log.metrics.items():
         run.metrics.add(f"{LOGGED_PREFIX}{name}", sum(values), len(values))

@@ -7,7 +7,8 @@ import os
 import random
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -181,6 +182,24 @@ def from_all_ranks(values: list[Any]) -> list[Any]:
     if world_size() > 1:
         dist.all_gather_object(lists, values)
     return [value for values in lists for value in values]
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A UserError of one rank inside is raised on every one, the first's. Collective.
+
+    It may be nested: an error that every rank has raised is not exchanged again.
+    """
+    failure: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        if error.is_on_all_ranks:
+            raise
+        failure = error
+    for first in filter(None, from_all_ranks([failure])):
+        first.is_on_all_ranks = True
+        raise first
 
 
 def barrier() -> None:

@@ -3,23 +3,61 @@
 import difflib
 import os
 import re
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+MAX_NAMED = 8  # rows in a message
 OTHERWISE = "see --help for the flags"  # the hint where no name is alike
 
 
 class UserError(ValueError):
     """A mistake of the user: a run prints it as one sentence and exits with status 2."""
 
+    is_on_all_ranks = False  # `distributed.together` has raised it
+
     def __init__(self, sentence: str) -> None:
         """Take a sentence; what it quotes may have line breaks."""
         super().__init__(" ".join(sentence.split()))
 
+    def add(self, text: str) -> None:
+        """Add a text to the end of the sentence."""
+        self.args = (f"{self.args[0].removesuffix('.')}{text}.",)
+
 
 class EngineError(UserError):
     """An engine that samples is not there, or what it answers cannot be used."""
+
+
+class FunctionError(UserError):
+    """A user's function raised: the traceback follows the sentence, and the exit status is 1."""
+
+    traceback = ""
+
+    def __str__(self) -> str:
+        """The sentence, and below it the traceback."""
+        return f"{self.args[0]}\n{self.traceback}".rstrip()
+
+
+@contextmanager
+def naming(title: str, where: str, *, is_ours: bool = False) -> Iterator[None]:
+    """Name a user's function and its place in the UserError inside, or else in a FunctionError.
+
+    Of a function that `is_ours` only UserErrors are changed.
+    """
+    try:
+        yield
+    except UserError as error:
+        error.add(f" ({where})")
+        raise
+    except BaseException as error:
+        if is_ours or isinstance(error, KeyboardInterrupt):
+            raise
+        failure = FunctionError(f"{title} raised {type(error).__name__}: {gist(error)} ({where}).")
+        failure.traceback = "".join(traceback.format_exception(error))
+        raise failure from error
 
 
 def gist(error: BaseException) -> str:

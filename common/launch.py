@@ -13,25 +13,27 @@ import torch.distributed as dist
 
 from common import distributed
 from common.config.stages import CommonConfig, TrainConfig
-from common.errors import UserError
+from common.errors import FunctionError, UserError, gist
 
 Config = TypeVar("Config", bound=CommonConfig)
+NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")  # also tokenizers'
 PATIENCE = 5.0  # seconds; torchrun looks at its processes ten times a second
 
 
 def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """Run a stage with the config that the command line gives.
 
-    A user error exits with status 2 and one sentence, any other with 1 and the traceback. Every
-    rank ends: a collective waits for its peers for at most `ddp_timeout` seconds, and torchrun ends
-    a rank within 30 s of a failure on its host. Files of a run are never writable for everybody,
-    because a model may be loaded by others.
+    A user error exits with status 2 and one sentence, any other with 1 and the traceback, a stopped
+    run with that of `Stopped`. Every rank ends: a collective waits for its peers for at most
+    `ddp_timeout` seconds, and torchrun ends a rank within 30 s of a failure on its host. Files of a
+    run are never writable for everybody, because a model may be loaded by others.
     """
     from common.checkpoint import best, hf_folder, push
     from common.config.parser import parse
     from common.record import run_folder, terminal, tracking
     from common.shutdown import processes, signals
 
+    status = 0
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     terminal.keep_printing()
     try:
@@ -52,20 +54,22 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         dist.barrier()
     except signals.Stopped as stopped:
         distributed.print_rank0(stopped)
+        if status := stopped.status:
+            processes.report_to_torchrun(str(stopped))
     except BaseException as error:  # also Ctrl-C, sys.exit, and what checkpoints raise
         fail(error)
-    leave()
+    leave(status)
 
 
-def leave() -> None:
-    """End the process groups; with several ranks also the process, with status 0."""
+def leave(status: int = 0) -> None:
+    """End the process groups; with several ranks or another status than 0 also the process."""
     num_ranks = distributed.world_size()
     dist.destroy_process_group()
-    if num_ranks > 1:
+    if num_ranks > 1 or status:
         # FSDP still holds groups, and so gloo's threads. One of them could crash this process if a
         # peer's connection closes while C++ objects are destroyed.
         atexit._run_exitfuncs()
-        close_and_exit(0)
+        close_and_exit(status)
 
 
 def fail(error: BaseException) -> NoReturn:
@@ -87,11 +91,13 @@ def fail(error: BaseException) -> NoReturn:
         close_and_exit(1)  # torchrun has asked for it, and names the cause
     if is_lost or not distributed.is_first_on_host():
         time.sleep(PATIENCE)
+    if any(reason in str(error) for reason in NO_ROOM) and not isinstance(error, UserError):
+        error = UserError(f"a disk, or the temporary folder (TMPDIR), is full: {gist(error)}.")
     is_refusal = isinstance(error, UserError)
     text = f"error: {error}" if is_refusal else "".join(traceback.format_exception(error)).rstrip()
     print(f"{failures.place(distributed.rank())}{text}", file=sys.stderr, flush=True)
     processes.report_to_torchrun(text)
-    close_and_exit(2 if is_refusal else 1)
+    close_and_exit(2 if is_refusal and not isinstance(error, FunctionError) else 1)
 
 
 def close_and_exit(status: int) -> NoReturn:

@@ -14,13 +14,12 @@ from torch import nn
 from common import distributed
 from common.config.stages import TrainConfig
 from common.data import BatchOrder
-from common.errors import EngineError, UserError, gist
+from common.errors import MAX_NAMED, UserError, gist
 from common.model import fsdp
 from common.text.example import Vocabulary
 
 Batch = TypeVar("Batch", bound=Any)  # a batch, or what holds one as its `batch`
 Hook = Callable[[int], None]  # evaluates, or shows samples, after so many steps
-MAX_NAMED = 8  # rows in a message
 
 
 class Run:
@@ -62,6 +61,8 @@ class Run:
             config, module, self.optimizer, self.metrics, moving_reference, settings
         )
         self.step = self.checkpointer.load(resume_from)  # the current one, counted from 0
+        if not config.save_steps:
+            distributed.print_rank0("--save_steps is 0: a killed run loses all its steps")
         self.logger = RunLogger(config, self.total_steps, self.step)
         self.profiler: Any = None
         if config.profile and self.step < self.total_steps and distributed.is_rank0():
@@ -69,22 +70,27 @@ class Run:
 
             self.profiler = start_profiler(config, self.total_steps - self.step, self.step)
 
-    def steps(self) -> Iterator[int]:
-        """The remaining steps, counted from 0; each ends with `end_step`."""
+    def steps(self, evaluate: Hook | None = None, show: Hook | None = None) -> Iterator[int]:
+        """The remaining steps, counted from 0; each ends with `end_step`.
+
+        If the run was saved because a hook of `end_step` failed, that is called first.
+        """
+        if evaluate and self.checkpointer.num_hooks is not None:
+            self.call_hooks(self.step, evaluate, show, self.checkpointer.num_hooks)
         for step in range(self.step, self.total_steps):
             self.step, self.has_updated = step, False
             yield step
 
     @contextmanager
-    def kept_if_engine_fails(self) -> Iterator[None]:
-        """Save the run if the engine fails in sampling; the error says how to go on. Collective."""
+    def kept_if_users_fail(self, step: int, num_hooks: int | None = None) -> Iterator[None]:
+        """Save the run, after so many steps and hooks, if a UserError is raised. Collective."""
         try:
-            yield
-        except EngineError as error:
-            if not self.step:
-                raise
-            advice = self.checkpointer.save_before(self.step)
-            raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from None
+            with distributed.together():
+                yield
+        except UserError as error:
+            if step:
+                self.checkpointer.save_after(error, step, num_hooks)
+            raise
 
     def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """An update's micro-batches, one by one, within a step of `steps`. Collective.
@@ -135,12 +141,18 @@ class Run:
         is_last = done == self.total_steps
         if is_last or is_due(done, config.logging_steps):
             self.logger.log_training(done, self.metrics)
-        if not is_last and is_due(done, config.eval_steps):
-            evaluate(done)
-        if show_samples and not is_last and is_due(done, config.sample_steps):
-            show_samples(done)
+        if not is_last:
+            self.call_hooks(done, evaluate, show_samples)
         if config.save_steps and (is_last or is_due(done, config.save_steps)):
             self.checkpointer.save(done)
+
+    def call_hooks(self, done: int, evaluate: Hook, show: Hook | None, num_called: int = 0) -> None:
+        """Call the hooks that are due after so many steps, except the first ones. Collective."""
+        due = [evaluate] * is_due(done, self.config.eval_steps)
+        due += [show] * is_due(done, self.config.sample_steps) if show else []
+        for number, hook in enumerate(due[num_called:], start=num_called):
+            with self.kept_if_users_fail(done, number):
+                hook(done)
 
     def finish(self, hooks: Sequence[Hook], shift: Callable[[], float] = lambda: 0.0) -> None:
         """Export, and only then evaluate and show samples. Collective.
@@ -185,11 +197,8 @@ class Run:
                 reward_shift=reward_shift,
             )
         except UserError as error:  # on every rank
-            try:
-                advice = f"{self.checkpointer.save_before(self.total_steps)}."
-            except UserError as second:
-                advice = str(second)
-            raise UserError(f"{error}; {advice}") from None
+            self.checkpointer.save_after(error, self.total_steps)
+            raise
         return reward_shift
 
     def run_hooks(self, hooks: Sequence[Hook]) -> None:
@@ -206,7 +215,7 @@ class Run:
             raise RuntimeError(
                 f"the model is whole in {self.model_folder}, its last evaluation or table of "
                 f"samples is not made ({advice}): {gist(error)}"
-            ) from (None if isinstance(error, UserError) else error)  # whose text says it all
+            ) from (None if type(error) is UserError else error)  # whose text says it all
 
     def publish(self) -> None:
         """Draw the curves, upload the model if asked to, and mark the run as finished."""

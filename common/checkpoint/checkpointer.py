@@ -8,6 +8,7 @@ functions of the step, so nothing else is needed. `common/checkpoint/layout.py` 
 """
 
 import shutil
+import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -69,6 +70,8 @@ class Checkpointer:
         self._sums: dict[str, torch.Tensor] = {}  # of the metrics when it began
         self._saved_step = -1
         self._vote = signals.StopVote()
+        # Of a checkpoint saved because a hook after its last step failed: those called before it
+        self.num_hooks: int | None = None
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -84,17 +87,30 @@ class Checkpointer:
         self._sums = self.metrics.snapshot()
         self._save(step)
 
-    def save_before(self, step: int) -> str:
+    def save_before(self, step: int, num_hooks: int | None = None) -> str:
         """Save the state before the unfinished `step`, if it is not saved yet. Collective.
 
         Returns `resume_advice` for it, or raises a UserError as `save` does.
         """
+        self._begin(step)
         if self._saved_step != step:
-            self._save(step)
+            self._save(step, num_hooks)
         self.wait()
         return self.resume_advice(step)
 
-    def _save(self, step: int) -> None:
+    def save_after(self, error: UserError, step: int, num_hooks: int | None = None) -> None:
+        """`save_before`, whose advice, or whose error, is added to an earlier error. Collective."""
+        try:
+            error.add(f"; {self.save_before(step, num_hooks)}")
+        except UserError as second:
+            error.add(f"; {str(second).removesuffix('.')}")
+
+    def _begin(self, step: int) -> None:
+        """Remember the metrics' sums when a step begins."""
+        if step != self._step:
+            self._step, self._sums = step, self.metrics.snapshot()
+
+    def _save(self, step: int, num_hooks: int | None = None) -> None:
         self.wait()
         fsdp.reshard(self.model)
         state = sharded_state.trained_state(self.model, self.optimizer)
@@ -110,6 +126,7 @@ class Checkpointer:
             "has_reference": self.reference is not None,
             "adapters": lora.description(self.model),
             "lines": {},
+            "num_hooks": num_hooks,
             "sums": distributed.from_all_ranks([rank_sums]),  # by rank: addition rounds by order
         }
         if distributed.is_rank0():
@@ -218,6 +235,7 @@ class Checkpointer:
         if folder is not None:
             manifest = restore_state(folder, self.model, self.optimizer, self.reference)
             self._restore_sums(manifest["sums"])
+            self.num_hooks = manifest.get("num_hooks")
             distributed.print_rank0(f"resuming after step {manifest['step']} from {folder}")
             if folder.parent.resolve() == (self.output_dir / "checkpoints").resolve():
                 self._saved_step = manifest["step"]
@@ -260,7 +278,7 @@ class Checkpointer:
         """Before a forward pass: save and stop if any rank received a signal. Collective.
 
         Sums and gradients of the unfinished step are dropped: it must not have made an update.
-        `step` is counted from 0: so many are finished. `at_once`: see `StopVote.is_agreed`.
+        `step` is counted from 0: so many are finished. `at_once`: see `StopVote.agreed_signal`.
 
         Raises:
             Stopped: the run is saved.
@@ -268,15 +286,13 @@ class Checkpointer:
         """
         if self._writing is not None and self._writing.done():
             self.wait()
-        if step != self._step:
-            self._step, self._sums = step, self.metrics.snapshot()
-        if not self._vote.is_agreed(at_once=at_once):
+        self._begin(step)
+        if not (number := self._vote.agreed_signal(at_once=at_once)):
             return
         self.optimizer.zero_grad(set_to_none=True)
-        sender = signals.received() or "a signal to another rank"
-        advice = self.save_before(step)
+        advice, name = self.save_before(step), signal.Signals(number).name
         self.close()
-        raise signals.Stopped(f"stopped after step {step} by {sender}; {advice}.")
+        raise signals.Stopped(f"stopped after step {step} by {name}; {advice}.", number)
 
     def resume_advice(self, step: int) -> str:
         """The command that resumes from the checkpoint of `step`, "" without that checkpoint."""

@@ -10,13 +10,13 @@ completions is drawn for every prompt, so a judge that prefers the first one fav
 function without `**columns` gets the columns that it names. It may be a coroutine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, product
 from typing import Any
 
 from common import distributed
 from common.data import Example
-from common.errors import UserError
+from common.errors import UserError, naming
 from common.evaluation.records import PromptRecord, Verdict, system_names
 from common.noise import derive_seed, uniform
 
@@ -32,15 +32,16 @@ def add_verdicts(
     """Add the verdicts of every judge, by name, on every two systems to the records. Collective.
 
     Only rank 0 calls the judges, which may be paid services. They get the columns of the examples.
-    The seed decides the order of the two completions.
+    The seed decides the order of the two completions. The verdicts before one that fails stay.
     """
-    verdicts: list[tuple[int, Verdict]] = []
-    if distributed.is_rank0():
-        for name, judge in judges.items():
-            for b, a in combinations(system_names(records), 2):
-                verdicts += verdicts_of(records, a, b, name, judge, examples, seed)
-    for i, verdict in distributed.from_rank0(verdicts):
-        records[i].verdicts.append(verdict)
+    with distributed.together():
+        pairs = product(judges.items(), combinations(system_names(records), 2))
+        for (name, judge), (b, a) in pairs if distributed.is_rank0() else ():
+            for i, verdict in verdicts_of(records, a, b, name, judge, examples, seed):
+                records[i].verdicts.append(verdict)
+    verdicts = distributed.from_rank0([record.verdicts for record in records])
+    for record, of_rank0 in zip(records, verdicts, strict=True):
+        record.verdicts[:] = of_rank0
 
 
 def verdicts_of(
@@ -51,7 +52,7 @@ def verdicts_of(
     judge: Judge,
     examples: Sequence[Example],
     seed: int,
-) -> list[tuple[int, Verdict]]:
+) -> Iterator[tuple[int, Verdict]]:
     """The verdicts of one judge on two systems, each with the index of its record."""
     from common.rewards.functions import as_number, call_once
 
@@ -62,16 +63,16 @@ def verdicts_of(
     inputs["prompts"] = [records[i].prompt for i in pairs]
     inputs["completions_a"] = [pair[swapped[i]].completion for i, pair in pairs.items()]
     inputs["completions_b"] = [pair[not swapped[i]].completion for i, pair in pairs.items()]
-    values = call_once(judge, inputs, len(pairs), f"judge function {name!r}", "verdicts")
-    verdicts = []
+    title = f"judge function {name!r}"
+    with naming(title, f"on {len(pairs)} completions of {a!r} and {b!r}"):
+        values = call_once(judge, inputs, len(pairs), title, "verdicts")
     for i, value in zip(pairs, values, strict=True):
         if value is None:
             continue
         number = as_number(value)
         if number is None or not 0 <= number <= 1:
             raise UserError(
-                f"judge function {name!r} returned {value!r} for prompt {records[i].id}; a verdict "
-                "must be None or a number from 0 to 1."
+                f"{title} returned {value!r} for prompt {records[i].id}; a verdict must be None or "
+                "a number from 0 to 1."
             )
-        verdicts.append((i, Verdict(a, b, name, 1 - number if swapped[i] else number)))
-    return verdicts
+        yield i, Verdict(a, b, name, 1 - number if swapped[i] else number)

@@ -15,7 +15,8 @@ samples after the first, which is the one that is compared and shown.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 
 from common.data import Example
 from common.distributed import is_rank0
+from common.errors import UserError
 from common.evaluation.intervals import Floats, finite_vector
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 
@@ -195,6 +197,21 @@ def write_records(
     if prompt_records:
         lines = map(json_line, map(asdict, prompt_records))
         write_atomically(output_dir / COMPLETIONS, lines)
+
+
+@contextmanager
+def kept(
+    table: PairScores, prompt_records: Sequence[PromptRecord], output_dir: Path
+) -> Iterator[None]:
+    """Write the records before the block and at its end; a UserError inside says where they are."""
+    write_records(table, prompt_records, output_dir)
+    try:
+        yield
+    except UserError as error:
+        error.add(f"; what was measured before is in {output_dir}")
+        raise
+    finally:
+        write_records(table, prompt_records, output_dir)
 
 
 @dataclass

@@ -96,11 +96,12 @@ class RewardModelFunction:
             for slot, ids in zip(group.slots, group.completions, strict=True)
         }
         longest = max(map(len, texts.values()), default=1) - 1
-        if self.limit is not None and longest > self.limit:
-            raise UserError(
-                f"a prompt with its completion is {longest} tokens of the reward model "
-                f"{self.path!r}, which has {self.limit} positions; lower --max_prompt_length."
-            )
+        with distributed.together():  # before the forward pass, which takes all ranks
+            if self.limit is not None and longest > self.limit:
+                raise UserError(
+                    f"a prompt with its completion is {longest} tokens of the reward model "
+                    f"{self.path!r}, which has {self.limit} positions; lower --max_prompt_length."
+                )
         rewards, device = torch.zeros(len(texts)), distributed.device()
         pad_id = self.tokenizer.pad_token_id or 0
         packed = data.pack_micro_batches(groups, self.config)

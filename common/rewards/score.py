@@ -14,7 +14,7 @@ coroutine. One without `**columns` gets what it names. A reward is
 - a list of pairs (end, reward), one per step of the completion (process supervision, DeepSeekMath
   section 4.1.3): `end` is the index in the completion of the step's last token, counted from 0.
 
-A function that raises ends the run with its traceback.
+A function that raises ends the run: a sentence names the rows, and its traceback follows.
 """
 
 import math
@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
+from common import distributed
 from common.config.stages import CommonConfig
 from common.data import Example
-from common.errors import UserError, gist
+from common.errors import MAX_NAMED, UserError, gist, naming
 from common.rewards.functions import (
     RewardFunction,
     as_number,
@@ -43,6 +44,7 @@ from common.rewards.functions import (
     needed_columns,
     scalar,
     short_names,
+    text_of,
 )
 from common.sampling.sampler import Rollouts
 from common.text.example import Vocabulary
@@ -240,12 +242,14 @@ class RewardFunctions:
         columns["prompt_ids"] = [e.prompt_ids for e in repeated]
         columns["has_stop"] = rollouts.has_stop.tolist()
         tokenizer, messages = self.vocabulary.tokenizer, [e.messages for e in repeated]
+        named = ", ".join(str(example.row + 1) for example in examples[:MAX_NAMED])
         rewards = self(
             [e.messages or e.prompt for e in repeated],
             as_answers(rollouts.texts(tokenizer), messages, tokenizer),
             rollouts.completion_ids,
             columns,
             TrainerState(global_step=step, max_steps=total_steps),
+            f"after step {step}, rows {named}{', ...' * (len(examples) > MAX_NAMED)}",
         )
         by_function = {name: values.view(shape) for name, values in rewards.by_function.items()}
         return replace(rewards, total=rewards.total.view(shape), by_function=by_function)
@@ -257,6 +261,7 @@ class RewardFunctions:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         trainer_state: Any = None,
+        where: str = "in a batch",  # for messages: the step, and the rows of the data set
     ) -> Rewards:
         """Score B completions of this rank: texts, or lists of one message of the assistant.
 
@@ -264,14 +269,19 @@ class RewardFunctions:
         a row that names functions in the column `reward_funcs` only those apply.
 
         Raises:
-            UserError: A function returned the wrong number of values or one that is no reward, or
-                none applies to a row; names the function and the row of the batch (counted from 0).
+            UserError: A function raised, returned the wrong number of values or one that is no
+                reward, or none applies to a row; names the function and the row of the batch
+                (counted from 0). On every rank, if a function raised.
         """
         texts = {"prompts": prompts, "completions": completions}
         arguments = {**columns, **texts, "completion_ids": completion_ids}
         assert all(len(values) == len(prompts) for values in arguments.values())
         values = columns.get(CHOICE_COLUMN, [None] * len(prompts))
         choices = [self.choice(value, f"row {i} of the batch") for i, value in enumerate(values)]
+
+        def place(row: int) -> str:
+            return f"{where}, from {text_of(completions[row])[:60]!r}"
+
         log = RewardLog(len(prompts))
         total, applies = torch.zeros(len(prompts)), torch.zeros(len(prompts), dtype=torch.bool)
         by_function, has_steps = {}, False
@@ -282,11 +292,14 @@ class RewardFunctions:
             rows = [i for i in range(len(prompts)) if is_chosen[i] or is_collective(function)]
             title = f"reward function {name!r}"
             of_rows = inputs(arguments, rows, log) | {"trainer_state": trainer_state}
-            returned = call_once(function, of_rows, len(rows), title, "rewards")
+            at = place(rows[0]) if rows else where
+            with distributed.together(), naming(title, at, is_ours=is_collective(function)):
+                returned = call_once(function, of_rows, len(rows), title, "rewards")
             rewards = torch.full((len(prompts),), math.nan)  # (B,)
             for row, reward in zip(rows, returned, strict=True):
                 if is_chosen[row] and reward is not None:
-                    of_steps = as_steps(reward, len(completion_ids[row]) - 1, title, row)
+                    at = f"row {row} of the batch ({place(row)})"
+                    of_steps = as_steps(reward, len(completion_ids[row]) - 1, title, at)
                     rewards[row] = sum(of_steps.values())
                     for end, value in of_steps.items() if weight != 0 else ():
                         steps[row][end] = steps[row].get(end, 0.0) + weight * value
@@ -297,7 +310,7 @@ class RewardFunctions:
         if not applies.all():
             row = int((~applies).nonzero()[0])
             raise UserError(
-                f"no reward function applies to row {row} of the batch: "
+                f"no reward function applies to row {row} of the batch ({place(row)}): "
                 f"{', '.join(choices[row])} returned None; one must give each row a number."
             )
         return Rewards(total, by_function, steps if has_steps else [], log)
@@ -313,7 +326,8 @@ class RewardFunctions:
             if answer := getattr(function, "answer", None):
                 title = f"`answer` of reward function {name!r}"
                 arguments = {"completions": completions}
-                values = call_once(answer, arguments, len(completions), title, "answers")
+                with naming(title, "on what was sampled"):
+                    values = call_once(answer, arguments, len(completions), title, "answers")
                 answers[self.short_names[name]] = [None if v is None else str(v) for v in values]
         return answers
 
@@ -335,7 +349,7 @@ def inputs(
     return of_rows | {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, rows)}
 
 
-def as_steps(reward: Any, last: int, title: str, row: int) -> "StepRewards":
+def as_steps(reward: Any, last: int, title: str, row: str) -> "StepRewards":
     """A returned reward by steps, a number as that of the last token.
 
     Raises:
@@ -344,8 +358,7 @@ def as_steps(reward: Any, last: int, title: str, row: int) -> "StepRewards":
     is_list = isinstance(reward, list | tuple)
 
     def refused(reason: str) -> UserError:
-        returned = f"{title} returned {reward!r} for row {row} of the batch"
-        return UserError(f"{returned}; {reason}.")
+        return UserError(f"{title} returned {reward!r} for {row}; {reason}.")
 
     steps: StepRewards = {}
     for step in reward if is_list else [(last, reward)]:

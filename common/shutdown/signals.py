@@ -24,6 +24,12 @@ _first: tuple[int, float] | None = None  # the signal, and its time by the monot
 class Stopped(Exception):  # noqa: N818 - it is no error
     """The run ends before its last step on request; the text says why and how to go on."""
 
+    def __init__(self, text: str, number: int = 0) -> None:
+        """Take the text, and the signal, which makes the exit status as in a shell."""
+        super().__init__(text)
+        # After SIGUSR1 Slurm queues the job again: it is no failure.
+        self.status = 128 + number if number not in (0, signal.SIGUSR1) else 0
+
 
 def listen(*, speaks: bool = True) -> None:
     """Record the first signal for `received`; a second one ends the process, as by default.
@@ -61,21 +67,23 @@ class StopVote:
         """Start without a vote."""
         self._pending: tuple[Any, torch.Tensor] | None = None  # an all-reduce, and its sum
 
-    def is_agreed(self, *, at_once: bool = False) -> bool:
-        """Whether any rank had received a signal at the last call. Collective.
+    def agreed_signal(self, *, at_once: bool = False) -> int:
+        """The signal that any rank had received at the last call, 0 for none. Collective.
 
-        No rank waits for another. `at_once`: wait for all ranks and count this call instead, before
-        something long.
+        Of several ones the highest number. No rank waits for another. `at_once`: wait for all ranks
+        and count this call instead, before something long.
         """
+        mine = _first[0] if _first else 0
         if distributed.world_size() == 1:
-            return bool(received())
-        num_signals = torch.tensor(float(bool(received())))
-        votes = [self._pending, (dist.all_reduce(num_signals, async_op=True), num_signals)]
+            return mine
+        number = torch.tensor(mine)
+        work = dist.all_reduce(number, dist.ReduceOp.MAX, async_op=True)
+        votes = [self._pending, (work, number)]
         self._pending = votes[1]
         ended = [vote for vote in votes[: 1 + at_once] if vote is not None]
         for work, _ in ended:  # every collective is waited for
             work.wait()
-        return bool(ended) and bool(ended[-1][1] > 0)
+        return int(ended[-1][1]) if ended else 0
 
     def end(self) -> None:
         """Wait for the last vote."""

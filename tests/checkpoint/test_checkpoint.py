@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from ranks import launch
 from torch import nn
 
 from common import distributed
@@ -556,6 +557,21 @@ def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: 
     other = trained(seed=1, steps=0)
     tiny.checkpointer(tmp_path, *other).load(folder)
     assert are_equal(state(other), expected)
+
+
+def stop_all(into: str) -> list[Any]:
+    """How a signal to one rank ends this one: the exit status and the message."""
+    if distributed.rank() == 1:
+        signals._first = (signal.SIGTERM, 0.0)
+    with pytest.raises(signals.Stopped) as caught:
+        tiny.checkpointer(Path(into), *trained()).stop_if_asked(5, at_once=True)
+    return [caught.value.status, str(caught.value)]
+
+
+def test_all_ranks_end_by_the_signal_of_one(tmp_path: Path) -> None:
+    first, second = launch(stop_all, 2, tmp_path, into=str(tmp_path))
+    assert first == second
+    assert (first[0], first[1][:32]) == (143, "stopped after step 5 by SIGTERM;")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are named in /proc")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from ranks import untimed_lines
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -104,6 +105,62 @@ def test_an_exploding_run_stops_before_the_update(inputs: Path, tmp_path: Path) 
         train_sft.main(config)
 
 
+# ---- a user's function ---------------------------------------------------------------------------
+
+ONCE = """
+import sys
+from pathlib import Path
+
+def judge(completions, trainer_state, **columns):
+    rewards, failed = [float(len(text)) for text in completions], Path(__file__ + ".failed")
+    if trainer_state.global_step == 2 and len(completions) == NUMBER and not failed.exists():
+        failed.touch()
+        FAULT
+    return rewards
+"""
+ROLLOUTS = {"num_generations": 2, "reward_funcs": ["length"]}
+
+
+@pytest.mark.parametrize(
+    ("number", "fault", "said"),
+    [
+        (
+            16,
+            "raise ValueError('odd')",
+            "' raised ValueError: odd .after step 2, rows .*, from '",
+        ),
+        (16, "sys.exit(3)", "judge' raised SystemExit: 3 "),
+        (16, "return rewards[1:]", "judge' returned 15 rewards for 16 rows; .* .after step 2"),
+        (
+            16,
+            "rewards[5] = 'x'",
+            "' returned 'x' for row 5 of the batch .after step 2, .*, from '",
+        ),
+        (3, "raise ValueError('held out')", "judge' raised ValueError: held out"),
+        (4, "raise ValueError('table')", "judge' raised ValueError: table"),
+    ],
+)
+def test_a_reward_function_that_fails_costs_no_step(
+    number: int, fault: str, said: str, inputs: Path, tmp_path: Path
+) -> None:
+    """In training, in a held-out evaluation and in a table of samples: told by their sizes."""
+    text = ONCE.replace("NUMBER", str(number)).replace("FAULT", fault)
+    (tmp_path / "rewards.py").write_text(text)
+    more: dict[str, Any] = ROLLOUTS | {"reward_funcs": [f"{tmp_path}/rewards.py:judge"]}
+    more |= {"dataset_test_split": "train", "num_eval_rows": 3, "num_sample_prompts": 2}
+    more |= {"eval_steps": 2, "sample_steps": 2, "max_prompt_length": 80, "logging_steps": 3}
+    more |= {"penalize_missing_eos": False, "learning_rate": 1e-3}
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    with pytest.raises(UserError, match=f"{said}.*; the same command goes on from {broken}/.*2"):
+        train_grpo.main(config_of("grpo", inputs, broken, **more))
+    train_grpo.main(config_of("grpo", inputs, broken, **more))
+    train_grpo.main(config_of("grpo", inputs, whole, **more))
+    assert len(untimed_lines(whole)) == 5  # two of training, and evaluations at 0, 2 and 4
+    assert untimed_lines(broken) == untimed_lines(whole)
+    for name in ("samples.jsonl", "model/model.safetensors"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()
+
+
 # ---- behind the last step ------------------------------------------------------------------------
 
 AT_THE_END = """
@@ -111,7 +168,6 @@ def judge(completions, trainer_state, **columns):
     share = trainer_state.global_step / trainer_state.max_steps
     return [1 / (1 - share) + len(completion) for completion in completions]
 """
-ROLLOUTS = {"num_generations": 2, "reward_funcs": ["length"]}
 
 
 @pytest.mark.parametrize("stage", [*CONFIGS])

@@ -24,6 +24,7 @@ from common import distributed
 from common.checkpoint import export
 from common.config.parser import parse
 from common.data import Example
+from common.errors import UserError
 from common.evaluation import measure, records, summary
 from common.evaluation.intervals import mean_over_prompts
 from common.evaluation.records import BASELINES, REFERENCE, PairScores, read_scores
@@ -265,16 +266,28 @@ def test_the_file_holds_the_tokens_that_the_kl_is_of(folder, lines):
 
 
 def test_a_judge_that_fails_loses_nothing_that_was_measured_before_it(folder, results, lines):
+    """A reward function leaves the completions, a second judge the verdicts of the first."""
     (folder / "broken.py").write_text("def judge(prompts, **columns):\n    raise OSError('away')\n")
-    argv = [*arguments(folder, "broken"), "--judge_funcs", f"{folder / 'broken.py'}:judge"]
+    broken = f"{folder / 'broken.py'}:judge"
+    argv = [*arguments(folder, "unrewarded"), "--judge_funcs", "--reward_funcs", broken]
+    argv += ["--policies", str(folder / "dpo" / "model"), "--prompts_dataset_name"]
+    with tiny.process_group(), pytest.raises(UserError, match="raised OSError: away"):
+        evaluate_here([*argv, str(tiny.write_rows(folder / "bare.jsonl", [{"prompt": "a"}]))])
+    (answer,) = records.read_completions(folder / "unrewarded")
+    assert (answer.systems["dpo"].completion_ids, answer.systems["dpo"].rewards) > ([], {})
+    argv = [*arguments(folder, "broken"), "--judge_funcs", f"{folder / 'judge.py'}:longer", broken]
     (folder / "broken").mkdir()
     of_before = [folder / "broken" / name for name in ("results.json", "report.html", "report.md")]
     for path in of_before:
         path.write_text("{}")
-    with tiny.process_group(), pytest.raises(OSError, match="away"):
+    said = "OSError: away .*; what was measured before is in"
+    with tiny.process_group(), pytest.raises(UserError, match=said):
         evaluate_here(argv)
     assert not any(path.exists() for path in of_before)
     measured = records.read_completions(folder / "broken")
+    assert [answer.verdicts for answer in measured] == [
+        answer.verdicts for answer in records.read_completions(folder / "one")
+    ]
     assert [answer.systems for answer in measured] == [
         answer.systems for answer in records.read_completions(folder / "one")
     ]

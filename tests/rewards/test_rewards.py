@@ -25,7 +25,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, Trainer
 from common import distributed
 from common.advantages import apply_missing_eos_penalty
 from common.data import Example
-from common.errors import UserError
+from common.errors import FunctionError, UserError
 from common.model import load
 from common.rewards import models
 from common.rewards.functions import WORD, is_reward_model
@@ -196,7 +196,7 @@ CHAT = [{"role": "user", "content": "2 + 2?"}]
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([1.0], "returned 1 rewards for 2 rows; it must return a list with one for each."),
+        ([1.0], "returned 1 rewards for 2 rows; it must return a list with one for each ("),
         ([1.0, 2.0, 3.0], "returned 3 rewards for 2 rows"),
         ([1.0, "2"], "returned '2' for row 1"),
         ([math.nan, 1.0], "returned nan for row 0"),
@@ -222,14 +222,17 @@ def test_an_exception_is_the_function_s_own():
     def picky(completions: list[str], **columns: Any) -> list[float]:
         return [1 / (text != "c1") for text in completions]
 
-    with pytest.raises(ZeroDivisionError):
+    where = re.escape("raised ZeroDivisionError: division by zero (in a batch, from 'c0')")
+    with pytest.raises(FunctionError, match=where) as caught:
         call({"picky": picky}, [1.0], num=3)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert str(caught.value).endswith("\nZeroDivisionError: division by zero")
     with pytest.raises(UserError, match="'none' returned no list of rewards for 2 rows"):
         call({"none": lambda **_: None}, [1.0])
 
 
 def test_a_row_to_which_nothing_applies_is_an_error():
-    with pytest.raises(UserError, match="applies to row 1 of the batch: a, b returned None"):
+    with pytest.raises(UserError, match="applies to row 1 of the batch .*: a, b returned None"):
         call({"a": constant(1, None), "b": constant(None, None)}, [1, 0])
 
 

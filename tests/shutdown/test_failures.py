@@ -83,6 +83,8 @@ def hangs(completions, trainer_state, **columns):
         time.sleep(3600)
     return lengths(completions)
 """
+NO_ROOM = "No space left on device (os error 28)"
+FULL = f"error: a disk, or the temporary folder (TMPDIR), is full: {NO_ROOM}."
 CLOSED = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
 
 
@@ -164,17 +166,20 @@ needs_proc = pytest.mark.skipif(
     ],
 )
 def test_a_failure_of_one_rank_is_its_traceback(folder: Path, function: str, error: str) -> None:
-    """In a reward function, and after one."""
+    """In a reward function, which all ranks report and for which all save, and after one."""
     run = run_grpo(folder, function)
     assert run.status != 0
     assert run.seconds < 15
     rank, status, text = run.root_cause
-    assert (rank, status) == ("1", "1")
-    assert text.startswith("Traceback")
-    assert run.output.count(error) == 2
-    assert run.output.count("rank 1 at step 3 of train_grpo:\nTraceback") == 1
-    assert "rank 0" not in run.output  # whose connection broke
+    is_saved = function == "raises"
+    assert (rank, status) == ("0" if is_saved else "1", "1")
+    begins = "error: reward function .* raised ValueError: .* goes on from .*2.\n *Traceback"
+    assert re.match(begins if is_saved else "Traceback", text)
+    assert text.endswith(error)
+    assert run.output.count(f"rank {rank} at step 3 of train_grpo:\n") == 1
+    assert is_saved or "rank 0" not in run.output  # whose connection broke
     assert "Connection closed" not in run.output
+    assert (folder / function / "checkpoints" / "step_00000002").exists() == is_saved
 
 
 @needs_proc
@@ -274,6 +279,7 @@ def test_ranks_without_rows_make_the_steps_of_one_process(folder: Path) -> None:
         (dist.DistNetworkError("gone"), 0, "SIGTERM", (0.0, "", 1)),
         (ConnectionResetError("of a judge"), 0, "", (0.0, "ConnectionResetError: of a judge", 1)),
         (SystemExit(0), 0, "", (0.0, "SystemExit: 0", 1)),
+        (Exception(NO_ROOM), 0, "", (0.0, FULL, 2)),
         (KeyboardInterrupt(), 0, "", (0.0, "", 130)),
     ],
     ids=repr,

@@ -6,9 +6,8 @@ batches that depend on when requests arrive.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import nn
 
 from common import distributed, noise
 from common.data import Example, row_numbers
-from common.errors import EngineError
 from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.config import EngineConfig
 from common.sampling.vllm.server import Server
@@ -53,7 +51,7 @@ class EngineSampler(Sampler):
         self.was_sent = False
         self.weights = Weights(policy, torch.bfloat16 if config.bf16 else torch.float32)
         self.server = Server(config.rollout_server, config.ddp_timeout)
-        with together():
+        with distributed.together():
             self.server.check(config)
             if distributed.is_rank0():
                 self.send = sender(self.server, self.weights)
@@ -76,9 +74,9 @@ class EngineSampler(Sampler):
             EngineError: the server is gone, or its answers are no completions; on every rank.
         """
         if self.trains or not self.was_sent:
-            with together():
+            with distributed.together():
                 self.update_weights()
-        with together():
+        with distributed.together():
             settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
             seed = noise.derive_seed(self.config.seed, "sampling", step)
             drawn = self.request_completions(examples, num_samples, settings, seed, report)
@@ -171,15 +169,3 @@ class EngineSampler(Sampler):
         if any(is_stop[:-1]) or not (is_stop[-1] or len(ids) == longest):
             return "that does not end with its first stop token, nor by its length"
         return ""
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """An EngineError of one rank inside is raised on every one, the first's. Collective."""
-    sentence = ""
-    try:
-        yield
-    except EngineError as error:
-        sentence = str(error)
-    for failure in filter(None, distributed.from_all_ranks([sentence])):
-        raise EngineError(failure)
