@@ -86,14 +86,16 @@ def run(stage: Stage, num_processes: int = 1) -> None:
     status, last_lines = show(words, stage.output_dir / LOG)
     name = f"{stage.script} for {stage.output_dir}"
     refusals = [line for line in last_lines if line.startswith("error: ")]
+    if any("stopped after step " in line for line in last_lines):  # by a signal
+        raise StageFailed(f"{name} was stopped; the same command goes on with it.")
     if status != 0 and refusals:
         raise UserError(f"{name}: {refusals[0].removeprefix('error: ')}")
     if status != 0:
         raise StageFailed("\n".join([f"{name} ended with status {status}:", *last_lines]))
     result = stage.output_dir / LAST_WRITTEN.get(stage.script, "model/config.json")
     begun = (stage.output_dir / BEGUN).stat().st_mtime_ns
-    if not result.is_file() or result.stat().st_mtime_ns < begun:  # a signal: with status 0
-        raise StageFailed(f"{name} was stopped; the same command goes on with it.")
+    if not result.is_file() or result.stat().st_mtime_ns < begun:
+        raise StageFailed(f"{name} wrote no {result}.")
     write_mark(stage.output_dir, made_by)
 
 

@@ -82,6 +82,13 @@ def test_the_commands_of_a_page_exist(page, tmp_path, monkeypatch):
             check(json.loads(line), folder)
 
 
+def test_the_chain_ends_with_a_stage_that_fails_or_is_stopped(tmp_path):
+    (block,) = (text for text in BLOCK.findall(PAGES[0].read_text()) if "|| break" in text)
+    program(tmp_path / "programs", "torchrun", f"{NOTE}sys.exit('dpo' in ' '.join(sys.argv))\n")
+    paste(block, tmp_path, tmp_path / "programs")
+    assert (tmp_path / "calls.jsonl").read_text().count("\n") == 3  # SFT, reward model, DPO
+
+
 @pytest.mark.usefixtures("without_pictures")
 def test_the_lines_for_your_own_model_run_as_they_stand(tmp_path, tokenizer_folder):
     """On a random model in the place of the demo's, eight rows and one step, in this process."""

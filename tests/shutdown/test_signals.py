@@ -1,7 +1,7 @@
-"""A real run that is sent a signal saves, says so and exits with status 0; again, it goes on.
+"""A real run that is sent a signal saves, says so and exits as a shell has it; again, it goes on.
 
-Each of the three signals is sent to a process in mid-run; a signal in the last evaluation, and a
-kill there, lose no step and find the model exported.
+Each of the four signals is sent to a process in mid-run, and only Slurm's is no failure; a signal
+in the last evaluation, and a kill there, lose no step and find the model exported.
 """
 
 import os
@@ -50,15 +50,18 @@ def wait_for(condition: Callable[[], bool], script: Script) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
-def test_a_signal_saves_and_ends_with_success(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "status"), [("SIGTERM", 143), ("SIGUSR1", 0), ("SIGINT", 130), ("SIGHUP", 129)]
+)
+def test_a_signal_saves_and_ends_with_its_status(name: str, status: int, tmp_path: Path) -> None:
     script = start(tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(read_jsonl(metrics)) >= 3, script)
     os.kill(script.pid, getattr(signal, name))
-    assert script.wait(300) == 0, script.log.read_text()
+    assert script.wait(300) == status, script.log.read_text()
     told = script.log.read_text()
     assert f"{name}: saving and ending soon" in told
+    assert "--save_steps is 0" in told
     (folder,) = layout.newest_first(tmp_path / "run")
     step = layout.step_of(folder)
     assert f"stopped after step {step} by {name}; the same command goes on from {folder}" in told

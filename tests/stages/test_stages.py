@@ -27,7 +27,10 @@ if mode == "refuse":
     sys.exit(2)
 if mode == "fail":
     raise ZeroDivisionError("as asked")
-if mode != "stop":
+if mode == "stop":
+    print("stopped after step 2 by SIGTERM; the same command goes on from x.")
+    sys.exit(143)
+else:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text("{}")
 """
