@@ -569,9 +569,9 @@ def stop_all(into: str) -> list[Any]:
 
 
 def test_all_ranks_end_by_the_signal_of_one(tmp_path: Path) -> None:
-    first, second = launch(stop_all, 2, tmp_path, into=str(tmp_path))
-    assert first == second
-    assert (first[0], first[1][:32]) == (143, "stopped after step 5 by SIGTERM;")
+    (status, text), second = launch(stop_all, 2, tmp_path, into=str(tmp_path))
+    assert second == [status, text]
+    assert (status, text[:32]) == (143, "stopped after step 5 by SIGTERM;")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are named in /proc")

@@ -285,11 +285,8 @@ def test_a_judge_that_fails_loses_nothing_that_was_measured_before_it(folder, re
         evaluate_here(argv)
     assert not any(path.exists() for path in of_before)
     measured = records.read_completions(folder / "broken")
-    assert [answer.verdicts for answer in measured] == [
-        answer.verdicts for answer in records.read_completions(folder / "one")
-    ]
-    assert [answer.systems for answer in measured] == [
-        answer.systems for answer in records.read_completions(folder / "one")
+    assert [(answer.systems, answer.verdicts) for answer in measured] == [
+        (answer.systems, answer.verdicts) for answer in records.read_completions(folder / "one")
     ]
     scores = read_scores(folder / "broken" / "scores.jsonl").scores
     whole = read_scores(folder / "one" / "scores.jsonl").scores
