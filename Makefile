@@ -1,5 +1,6 @@
 # make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
 # make test    lint, types, every test
+# make tolerances   every test with each set of CPU instructions: comparisons near their tolerance
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 13 minutes)
 # make quality   the demo's chain by TRL and by the scripts: minutes, and how good it is (2 GB)
@@ -44,7 +45,7 @@ DEMO := assets/recipes/demo
 RUN = exec env OMP_NUM_THREADS=$(THREADS)
 LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo overoptimization replicate results sweep test test-vllm bench quality conformance setup clean
+.PHONY: demo overoptimization replicate results sweep test tolerances test-vllm bench quality conformance setup clean
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
@@ -62,6 +63,9 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+tolerances: setup
+	$(RUN) $(BIN)/python -m tests.tolerances --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest tests/sampling/test_vllm.py

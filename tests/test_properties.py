@@ -74,7 +74,7 @@ def test_a_score_does_not_depend_on_what_pads_the_row(policy, groups, layout, pa
                 assert one.attention_mask.all()
                 alone.append(policy(one).token_logps[0])
     for scores, expected in zip(found, alone, strict=True):
-        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores, expected, rtol=0, atol=tiny.rounding(policy.lm))
 
 
 # ---- truncation ----------------------------------------------------------------------------------

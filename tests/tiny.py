@@ -155,6 +155,21 @@ def plain_logps(
     return logps[torch.arange(len(completion)), torch.tensor(completion)].cpu()
 
 
+def rounding(lm: Any, temperature: float = 1.0) -> float:
+    """Most that float32 rounding sets two computations of a log-probability or reward apart.
+
+    A logit is a sum of D products, rounded by at most D * eps / 2 of their absolute sum (Higham
+    2002, section 3.1). A log-probability is the difference of two, and two computations are
+    compared. Sums reach a tenth of their bound, which leaves room for the blocks' own rounding.
+    """
+    head = lm.get_output_embeddings() or lm.score
+    ids = torch.arange(lm.config.vocab_size, device=head.weight.device)[:, None]
+    with torch.no_grad():
+        states = lm.base_model(input_ids=ids).last_hidden_state.flatten(0, 1).abs()  # (V, D)
+        terms = (states @ head.weight.abs().T).max()
+    return 2 * states.shape[1] * torch.finfo(torch.float32).eps * float(terms) / temperature
+
+
 def enumerated_kl(
     lm: Any, reference: Any, prompt: list[int], completion: list[int], temperature: float = 1.0
 ) -> Tensor:

@@ -165,10 +165,10 @@ def test_packing_is_undone(family: str) -> None:
     lm = tiny.causal_lm(family, tie_word_embeddings=False).requires_grad_(False)
     ids = torch.tensor([tiny.random_ids(9, seed=1)], device=distributed.device())
     expected = lm(input_ids=ids).logits
-    embedding = lm.get_input_embeddings().weight
+    embedding, limit = lm.get_input_embeddings().weight, tiny.rounding(lm)
     before = {name: type(part) for name, part in lm.named_modules()}
     with packed_weights(lm):
-        torch.testing.assert_close(lm(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lm(input_ids=ids).logits, expected, rtol=0, atol=limit)
         assert lm.get_input_embeddings().weight is embedding
         if distributed.device().type == "cpu" and torch.backends.mkldnn.is_available():
             num_packed = sum(isinstance(part, PackedLinear) for part in lm.modules())
@@ -199,7 +199,8 @@ def test_an_exported_model_is_transformers_own(tmp_path: Path, family: str, layo
     if family == "gpt2":
         assert type(again.transformer.h[0].mlp.act) is NewGELUActivation
     with torch.no_grad():
-        torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+        logits = again(input_ids=ids).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tiny.rounding(again))
 
 
 def test_only_frozen_models_are_offloaded_where_only_they_are_asked_for() -> None:
