@@ -498,9 +498,7 @@ def test_fixed_shapes_give_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> N
                 tokens = tokens[growing.keep(kept)]
                 fixed.keep(kept)
             logits = growing.step(tokens)
-            torch.testing.assert_close(
-                fixed.step(tokens), logits, rtol=0, atol=tiny.rounding(lm)
-            )
+            torch.testing.assert_close(fixed.step(tokens), logits, rtol=0, atol=tiny.rounding(lm))
             tokens, widths = logits.argmax(-1), widths | {fixed.cache.width}
     assert widths == {64, 80}
 
@@ -741,12 +739,14 @@ def test_padding_and_sampling_of_a_model_with_convolution_or_recurrent_states(fa
     completions = [[row[kept].tolist()] for row, kept in zip(ids, mask, strict=True)]
     assert len({len(row[0]) for row in completions}) > 2
     repeated = [prompt for prompt in prompts for _ in range(4)]
+    # Besides D products, a state sums up to 17 + 12 tokens; the delta rule sums what it reads again
+    tolerance = tiny.rounding(lm) * (1 + 2 * 29 / lm.config.hidden_size)
     with torch.no_grad():
         together = policy(padded_batch(repeated, completions, 1)).token_logps  # (12, C)
         for row, (prompt, completion) in enumerate(zip(repeated, completions, strict=True)):
             alone = policy(padded_batch([prompt], [completion], 1)).token_logps[0]
             for found in (together[row], logps[row]):
-                torch.testing.assert_close(found[: len(alone)], alone, rtol=0, atol=1e-4)
+                torch.testing.assert_close(found[: len(alone)], alone, rtol=0, atol=tolerance)
     with pytest.raises(UserError, match="--layout padded"):
         shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
 
