@@ -170,6 +170,16 @@ def rounding(lm: Any, temperature: float = 1.0) -> float:
     return 2 * states.shape[1] * torch.finfo(torch.float32).eps * float(terms) / temperature
 
 
+def gradient_rounding(lm: Any) -> float:
+    """The same of a parameter's gradient, relative to its norm.
+
+    A block has 6 sums in a row of about D terms, forward and backward; each rounds by D * eps / 2
+    of its norm at most, in both computations.
+    """
+    depth, width = lm.config.num_hidden_layers, lm.config.hidden_size
+    return 12 * depth * width * torch.finfo(torch.float32).eps
+
+
 def enumerated_kl(
     lm: Any, reference: Any, prompt: list[int], completion: list[int], temperature: float = 1.0
 ) -> Tensor:

@@ -1,7 +1,6 @@
 """Share of its tolerance that each comparison of the suite uses, with each set of CPU instructions.
 
-    python -m tests.tolerances              # the whole suite, three times
-    python -m tests.tolerances tests/pairs  # any arguments of pytest
+    python -m tests.tolerances tests/pairs  # any arguments of pytest; none: the whole suite
 
 Other instructions sum in another order. A comparison that uses over a third of its tolerance here
 may exceed it on another machine: derive its tolerance from what is compared, or use float64. Seen
@@ -16,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +29,39 @@ SETTINGS = {  # ATEN_CPU_CAPABILITY, and the same for oneDNN and MKL
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX2"},
     "": {},  # the machine's
 }
-TESTS = Path(__file__).parent
+TESTS = str(Path(__file__).parent) + os.sep
+PROJECT = (TESTS, TESTS.replace("tests", "common"))
 NUMBER = r"(?:tensor\(|np\.float64\()?(\d[\d.]*(?:e[-+]?\d+)?)"
 BELOW = re.compile(rf"{NUMBER}\S* <=? \(?{NUMBER}\)?(?: \* {NUMBER})?")
-Key = tuple[str, str]  # test, line
-largest: dict[Key, list[float]] = {}  # share, difference, magnitude
+largest: dict[tuple[str, str], list[float]] = {}  # test, line: share, difference, magnitude
 
 
-def record(actual: Any, expected: Any, tolerance: Any, line: str = "") -> None:
+def record(actual: Any, expected: Any, tolerance: Any) -> None:
     """Note the largest share among the elements; comparisons by the product are left out."""
-    frame, ours = sys._getframe(1), (str(TESTS), str(TESTS.parent / "common"))
-    while not line and frame.f_back:
-        name = frame.f_code.co_filename
-        if name.startswith(ours) and name != __file__:
-            line = f"{name}:{frame.f_lineno}"
+    frame: Any = sys._getframe(1)
+    while frame and not frame.f_code.co_filename.removesuffix(__file__).startswith(PROJECT):
         frame = frame.f_back
-    values = [torch.as_tensor(x).detach().double().flatten() for x in (actual, expected, tolerance)]
-    actual, expected, tolerance = torch.broadcast_tensors(*values)
-    shares = (actual - expected).abs() / tolerance
+    both = [torch.as_tensor(x).detach().double().flatten() for x in (actual, expected)]
+    difference, size = (both[0] - both[1]).abs(), both[1].abs()
+    shares = difference / torch.as_tensor(tolerance).flatten()
     shares[~(shares <= 1)] = 0.0  # a failure reports itself, and a control is expected to differ
-    if line.startswith(str(TESTS)) and shares.numel():
+    if frame and frame.f_code.co_filename.startswith(TESTS) and shares.numel():
         i = int(shares.argmax())
-        entry = [float(x[i]) for x in (shares, (actual - expected).abs(), expected.abs())]
-        key = (os.environ["PYTEST_CURRENT_TEST"].split(" (")[0], line[len(str(TESTS)) + 1 :])
+        line = f"{frame.f_code.co_filename.removeprefix(TESTS)}:{frame.f_lineno}"
+        key = (os.environ["PYTEST_CURRENT_TEST"].split(" (")[0], line)
+        entry = [float(x.expand_as(shares)[i]) for x in (shares, difference, size)]
         largest[key] = max(largest.get(key, entry), entry)
 
 
 def watched(function: Callable[..., Any], rtol: float, atol: float) -> Callable[..., Any]:
     """The same comparison, recorded."""
 
-    def compare(actual: Any, expected: Any, *args: Any, **limits: Any) -> Any:
+    def compare(actual: Any, expected: Any, **limits: Any) -> Any:
         relative = limits.get("rtol", limits.get("rel_tol", rtol))
         absolute = limits.get("atol", limits.get("abs_tol", atol))
         size = torch.as_tensor(expected).detach().double().abs()
         record(actual, expected, absolute + relative * size)
-        return function(actual, expected, *args, **limits)
+        return function(actual, expected, **limits)
 
     return compare
 
@@ -79,7 +77,7 @@ def pytest_configure() -> None:
     equal = scalar.__eq__
 
     def approx(self: Any, actual: Any) -> bool:
-        if isinstance(actual, int | float) and isinstance(self.expected, int | float):
+        if isinstance(actual, Real) and isinstance(self.expected, Real):
             record(actual, self.expected, self.tolerance)
         return equal(self, actual)
 
@@ -90,11 +88,11 @@ def pytest_configure() -> None:
     scalar.__eq__, NumberPair.compare = approx, numbers
 
 
-def pytest_assertion_pass(item: pytest.Item, lineno: int, expl: str) -> None:
+def pytest_assertion_pass(expl: str) -> None:
     """Record `number < limit`, as in `abs(a - b) <= 1e-5 * scale`."""
     for number, limit, scale in BELOW.findall(expl.split("\n")[0]):
         if 0 < float(limit) <= 0.1:
-            record(float(number), 0, float(limit) * float(scale or 1), f"{item.path}:{lineno}")
+            record(float(number), 0.0, float(limit) * float(scale or 1))
 
 
 def pytest_sessionfinish() -> None:
@@ -105,23 +103,21 @@ def pytest_sessionfinish() -> None:
 
 def main() -> None:
     """Run the suite with each setting; print what uses over a third of its tolerance in any."""
-    seen: dict[Key, list[Any]] = {}
-    status = 0
+    rows: dict[tuple[str, str], list[Any]] = {}
     options = ["-p", "tests.tolerances", "-o", "enable_assertion_pass_hook=true", *sys.argv[1:]]
+    status = 0
     with tempfile.TemporaryDirectory() as folder:
         for name, setting in SETTINGS.items():
             path = Path(folder, name or "own")
-            path.touch()
             env = os.environ | setting | {"TOLERANCES": str(path)}
             env |= {"ATEN_CPU_CAPABILITY": name} if name else {}
             status |= subprocess.run([sys.executable, "-m", "pytest", *options], env=env).returncode
             for test, line, *entry in map(json.loads, path.read_text().splitlines()):
-                seen[test, line] = max(seen.get((test, line), []), [*entry, path.name])
-    print(f"{'share':>6} {'difference':>10} {'magnitude':>10}  set      line, test")
-    for (test, line), (share, *sizes, name) in sorted(seen.items(), key=lambda row: row[1]):
+                rows[test, line] = max(rows.get((test, line), []), [*entry, path.name])
+    print(f"of {len(rows)} comparisons:\n share difference  magnitude  set      line, test")
+    for (test, line), (share, difference, size, name) in sorted(rows.items(), key=lambda x: x[1]):
         if share > 1 / 3:
-            print(f"{share:6.2f} {sizes[0]:10.1e} {sizes[1]:10.1e}  {name:8} {line} {test}")
-    print(f"{len(seen)} comparisons")
+            print(f"{share:6.2f} {difference:10.1e} {size:10.1e}  {name:8} {line} {test}")
     sys.exit(status)
 
 
