@@ -6,6 +6,7 @@ whatever the completion is.
 """
 
 import asyncio
+import hashlib
 import importlib.util
 import inspect
 import os
@@ -13,9 +14,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -168,6 +170,7 @@ WITH_ARGUMENT: dict[str, Callable[[str], RewardFunction]] = {
     "rouge_l": rouge_l,
     "count": count,
 }
+USER_FOLDERS: list[str] = []  # that `module_of` has added to sys.path
 KINDS = (*BUILT_IN, *(f"{name}:..." for name in WITH_ARGUMENT), "path/to/file.py:function")
 
 
@@ -219,16 +222,55 @@ def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
     if not os.path.isfile(path):
         reason = why_missing(file)
         raise UserError(f"{flag} has {name!r}, and there is no file {file!r}{reason}.")
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses in the file look their module up
-    spec.loader.exec_module(module)
-    function = getattr(module, function_name, None)
+    function = getattr(module_of(path), function_name, None)
     if not callable(function):
         raise UserError(f"{flag} has {name!r}, and {file!r} has no function of that name.")
     return cast(Callable[..., Any], function)
+
+
+def module_of(path: Path) -> ModuleType:
+    """The module of a user's file, which runs once and may import the files of its folder.
+
+    The folder is last in `sys.path`: it shadows nothing. The module has the file's name, by which
+    spawned processes import it, or one with a hash if another module has that name. While the file
+    runs, the modules of other such folders are hidden: two folders may have files of one name.
+    """
+    path = Path(os.path.realpath(path))
+    folder, name = str(path.parent), path.stem.replace(".", "_")
+    hashed = f"{name}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
+    for loaded in (sys.modules.get(name), sys.modules.get(hashed)):
+        if loaded and os.path.realpath(getattr(loaded, "__file__", None) or "") == str(path):
+            return loaded
+    if folder not in map(os.path.realpath, sys.path):
+        USER_FOLDERS.append(folder)
+        sys.path.append(folder)
+    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    if spec is None or os.path.realpath(spec.origin or "") != str(path):
+        spec = importlib.util.spec_from_file_location(hashed, path)
+    assert spec is not None
+    assert spec.loader is not None
+    others = [other for other in USER_FOLDERS if other != folder]
+    hidden = {each: sys.modules[each] for each in list(sys.modules) if folder_of(each) in others}
+    for each in hidden:
+        del sys.modules[each]
+    sys.path[:] = [each for each in sys.path if each not in others]
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    finally:
+        sys.modules.update(hidden)
+        sys.path[:] = [each for each in sys.path if each not in USER_FOLDERS] + USER_FOLDERS
+    return module
+
+
+def folder_of(module_name: str) -> str:
+    """The entry of `sys.path` that a loaded module, or the package around it, comes from."""
+    spec = getattr(sys.modules.get(module_name.partition(".")[0]), "__spec__", None)
+    inside = [*(spec.submodule_search_locations or ()), spec.origin or ""][0] if spec else ""
+    return os.path.dirname(inside)
 
 
 # ---- calling one ---------------------------------------------------------------------------------
@@ -247,6 +289,12 @@ def needed_columns(function: RewardFunction) -> list[str]:
     return [*getattr(function, "columns", ()), *(n for n in needed if n not in ARGUMENTS)]
 
 
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The one loop of all calls: a lock or client that a user's file holds belongs to its loop."""
+    return asyncio.new_event_loop()
+
+
 def call_once(
     function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int, title: str, noun: str
 ) -> list[Any]:
@@ -263,7 +311,7 @@ def call_once(
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     values = function(**{k: v for k, v in arguments.items() if takes_all or k in parameters})
-    values = asyncio.run(values) if inspect.iscoroutine(values) else values
+    values = event_loop().run_until_complete(values) if inspect.iscoroutine(values) else values
     # A dict or a set has no order that a list of completions could follow.
     is_list = isinstance(values, Iterable) and not isinstance(values, Mapping | Set | str | bytes)
     values = list(values) if is_list else None

@@ -8,10 +8,12 @@ function written for TRL gets is in `test_trl_rewards`.
 import asyncio
 import copy
 import itertools
+import json
 import math
 import multiprocessing
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from common.advantages import apply_missing_eos_penalty
 from common.data import Example
 from common.errors import FunctionError, UserError
 from common.model import load
-from common.rewards import models
+from common.rewards import functions, models
 from common.rewards.functions import WORD, is_reward_model
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
@@ -167,12 +169,19 @@ def test_a_function_without_columns_gets_what_it_names():
     assert total.tolist() == [3, 4]
 
 
-def test_a_coroutine_is_waited_for():
-    async def slow(completions: list[str], **columns: Any) -> list[float]:
-        await asyncio.sleep(0)
-        return [1.0 for _ in completions]
+def test_coroutines_of_all_calls_share_a_loop():
+    slot = asyncio.Semaphore(1)  # one that was waited for belongs to the loop of that time
 
-    assert call({"slow": slow}, [2.0], num=1)[0].tolist() == [2.0]
+    async def ask() -> float:
+        async with slot:
+            await asyncio.sleep(0)
+            return 1.0
+
+    async def slow(completions: list[str], **columns: Any) -> list[float]:
+        return await asyncio.gather(*(ask() for _ in completions))
+
+    for _ in range(2):
+        assert call({"slow": slow}, [2.0], num=2)[0].tolist() == [2.0, 2.0]
 
 
 def test_a_function_sees_the_state_of_the_run_and_may_log():
@@ -502,6 +511,51 @@ def test_a_bad_name_or_weight_is_refused_in_one_sentence(file, names, weights, w
     assert "\n" not in message
     for part in (words, *names):
         assert part in message
+
+
+USER_FILE = """
+import {installed}
+from helper import NAME
+with open(__file__ + ".runs", "a") as runs:
+    runs.write("x")
+def name(number):
+    return NAME + {installed}.__name__ + "!" * number
+other = name
+"""
+
+
+@pytest.mark.parametrize(("stem", "method"), [("mine", "spawn"), ("json", "fork")])
+def test_a_user_s_file_is_one_module_next_to_its_neighbours(tmp_path, monkeypatch, stem, method):
+    """Whatever path leads to it, and if other files have the same name: a user's or Python's."""
+    modules = dict(sys.modules)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(functions, "USER_FOLDERS", [])
+    monkeypatch.chdir(tmp_path)
+    for folder in map(Path, "ab"):
+        folder.mkdir()
+        (folder / "helper.py").write_text(f"NAME = {str(folder)!r}")
+        (folder / f"{stem}.py").write_text(USER_FILE.format(installed="csv"))
+        (folder / "csv.py").write_text("raise ValueError")
+        Path(f"link_{folder}.py").symlink_to(folder / f"{stem}.py")
+    paths = [f"{folder}/{stem}.py:name" for folder in "ab"] + ["link_a.py:other", "link_b.py:other"]
+    a, b, *others = [functions.load_from_file(path) for path in paths]
+    assert others == [a, b]
+    assert [Path(folder, f"{stem}.py.runs").read_text() for folder in "ab"] == ["x", "x"]
+    assert [a(1), b(2)] == ["acsv!", "bcsv!!"]
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.map(a, [1]) == ["acsv!"]
+        assert method == "spawn" or pool.map(b, [2]) == ["bcsv!!"]
+    assert json.__name__ == "json"
+    for name in sys.modules.keys() - modules:
+        del sys.modules[name]
+
+
+def test_a_user_s_file_that_fails_runs_again(file):
+    Path(file).write_text("raise KeyError('no key')")
+    with pytest.raises(KeyError):
+        functions.load_from_file(f"{file}:length")
+    Path(file).write_text(FILE)
+    assert functions.load_from_file(f"{file}:length")([], [], [[1]]) == [1.0]
 
 
 def test_a_missing_column_is_refused_before_anything_is_sampled(file):
