@@ -32,6 +32,7 @@ grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their diff
 
 import gc
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,10 +103,15 @@ def main(config: DPOConfig) -> None:
 
     def evaluate(step: int) -> None:
         if eval_set:
-            accuracy, _ = split.preferences(
-                policy, eval_set, config, vocabulary, config.implicit_reward, reference.held_out
-            )
-            run.logger.log(step, accuracy.metrics)
+            score = partial(split.pair_logps, policy, eval_set, config, vocabulary, "scoring pairs")
+            logps = score(config.ld_alpha)  # (rows, 2)
+            sums = score() if config.ld_alpha < 1 and config.sft_weight else logps
+            ref_logps = reference.held_out
+            ref_logps = torch.zeros_like(logps) if ref_logps is None else ref_logps
+            lengths = data.lengths(eval_set)[:, 1:]
+            losses = pair_losses(logps, ref_logps, sums, lengths, config)
+            rewards = config.implicit_reward(logps, ref_logps, lengths)
+            run.logger.log(step, split.held_out_metrics(rewards, losses))
 
     def show_samples(step: int) -> None:
         shown_logps = token_records.token_logps(policy, shown, config, vocabulary)

@@ -64,6 +64,8 @@ def main(config: RewardConfig) -> None:
     train_set, eval_set, sft_set = load_data(config, vocabulary, model_config)
     print_balance(train_set, eval_set)
     margin_of_row = margins(train_set, config.margin_column).to(device)  # (rows,)
+    has_margins = bool(eval_set) and config.margin_column in eval_set[0].columns
+    held_out_margins = margins(eval_set, config.margin_column if has_margins else "")  # (rows,)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 
     # Model with its head, FSDP, optimiser
@@ -82,8 +84,9 @@ def main(config: RewardConfig) -> None:
 
     def evaluate(step: int) -> None:
         if eval_set:
-            accuracy, scores = split.preferences(model, eval_set, config, vocabulary)
-            run.logger.log(step, accuracy.metrics)
+            scores = split.score_examples(model, eval_set, config, vocabulary, "scoring pairs")
+            losses = pair_losses(scores, held_out_margins, config)
+            run.logger.log(step, split.held_out_metrics(scores, losses))
             run.logger.samples(step, split.pair_table(eval_set, scores, vocabulary, config))
 
     # Loop
@@ -95,9 +98,7 @@ def main(config: RewardConfig) -> None:
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
             rewards = model(batch).view(-1, 2)  # (N, 2): chosen, rejected
             margin = margin_of_row[batch.slots[::2] // 2]  # (N,)
-            losses = bradley_terry_loss(*rewards.unbind(-1), margin=margin)  # (N,)
-            penalties = centering_penalty(*rewards.unbind(-1))  # (N,)
-            losses = losses + config.center_rewards_coefficient * penalties
+            losses = pair_losses(rewards, margin, config)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()
             run.metrics.add("loss", loss * num_pairs, real.sum())
@@ -133,6 +134,13 @@ def load_data(
     limit = checks.max_positions(model_config)
     sets = (train_set, eval_set, sft_set)
     return [chat.to_end_of_turn(examples, vocabulary, limit) for examples in sets]
+
+
+def pair_losses(rewards: Tensor, margin: Tensor, config: RewardConfig) -> Tensor:
+    """Loss (N,) of pairs by their rewards (N, 2), chosen first, and margins (N,)."""
+    penalties = centering_penalty(*rewards.unbind(-1))
+    losses = bradley_terry_loss(*rewards.unbind(-1), margin=margin)
+    return losses + config.center_rewards_coefficient * penalties
 
 
 def margins(examples: Sequence[Example], column: str) -> Tensor:

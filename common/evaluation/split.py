@@ -18,7 +18,6 @@ from common.self_checks import sampler_equals_trainer
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
-    from common.evaluation.intervals import PreferenceAccuracy
     from common.record.metrics import Accumulator
     from common.sampling.sampler import Rollouts, Sampler
 
@@ -197,27 +196,13 @@ def pair_logps(
     return tail_weighted_logps(policy, batches, pairs, ld_alpha)
 
 
-def preferences(
-    model: nn.Module,
-    pairs: Sequence[Example],
-    config: CommonConfig,
-    vocabulary: Vocabulary,
-    reward: ImplicitReward | None = None,
-    ref_logps: Tensor | None = None,
-) -> tuple["PreferenceAccuracy", Tensor]:
-    """Preference accuracy of a reward model or a policy, and its scores. Collective.
-
-    A policy is judged by its implicit `reward`, with the reference's `pair_logps` (N, 2) if that
-    needs them. The scores are (N, 2).
-    """
+def held_out_metrics(scores: Tensor, losses: Tensor) -> dict[str, float]:
+    """Metrics of N held-out pairs by their scores (N, 2), chosen first, and losses (N,)."""
     from common.evaluation.intervals import outcomes, preference_accuracy
 
-    if reward is None:
-        scores = score_examples(model, pairs, config, vocabulary, "scoring pairs")  # (N, 2)
-    else:
-        logps = pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
-        scores = reward(logps, ref_logps, data.lengths(pairs)[:, 1:])
-    return preference_accuracy(outcomes(*scores.unbind(1))), scores
+    margin, loss = (scores[:, 0] - scores[:, 1]).mean(), losses.mean()
+    metrics = preference_accuracy(outcomes(*scores.unbind(1))).metrics
+    return metrics | {"eval_reward_margin": float(margin), "eval_loss": float(loss)}
 
 
 def add_pair_metrics(metrics: "Accumulator", rewards: Tensor, real: Tensor) -> None:

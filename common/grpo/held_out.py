@@ -64,11 +64,12 @@ class HeldOut:
             distributed.print_rank0(f"warning: held-out prompts are not evaluated: {error}")
         if self.pairs:
             policy, vocabulary = self.sampler.policy, self.sampler.vocabulary
-            implicit = split.ImplicitReward()
-            accuracy, _ = split.preferences(
-                policy, self.pairs, self.config, vocabulary, implicit, self.ref_logps
+            logps = split.score_examples(
+                policy, self.pairs, self.config, vocabulary, "scoring pairs"
             )
-            metrics |= accuracy.metrics
+            rewards = logps if self.ref_logps is None else logps - self.ref_logps  # (pairs, 2)
+            outcomes = intervals.outcomes(*rewards.unbind(1))
+            metrics |= intervals.preference_accuracy(outcomes).metrics
         return metrics
 
     def of_prompts(self, step: int, total_steps: int) -> dict[str, float]:

@@ -50,7 +50,7 @@ class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfi
     """Rows have the columns `prompt`, `chosen` and `rejected`; for rollouts `prompt` will do."""
 
     stage: ClassVar = "DPO"
-    eval_metrics: ClassVar = ("eval_accuracy",)
+    eval_metrics: ClassVar = ("eval_accuracy", "eval_loss", "eval_reward_margin")
 
     _objective: ClassVar = "objective"
     loss_type: list[str] = flag(

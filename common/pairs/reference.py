@@ -107,12 +107,13 @@ def training_logps(
     They are scored in the micro-batches of the first epoch. So a policy that equals the reference
     gets the same numbers, rounding included, and the DPO loss starts at ln 2.
     """
-    from common.text.data_report import progress
+    from common.record.terminal import progress_bar
 
     steps = range(min(order.total_steps(config), order.steps_per_epoch))
+    bar = progress_bar("reference", None, active=distributed.is_rank0(), items=steps)
     batches = (
         batch
-        for step in progress(steps, "reference")
+        for step in bar
         for batch in data.micro_batches(train_set, order.rows(step), config, vocabulary)
     )
     logps = split.tail_weighted_logps(reference, batches, train_set, config.ld_alpha)

@@ -16,7 +16,7 @@ METRICS = (
     *("elapsed_minutes", "peak_memory_gb", "eval_loss", "eval_accuracy", "entropy"),
     # pairs: reward model and DPO
     *("accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_longer"),
-    *("reward_shift", "chosen_logp", "rejected_logp"),
+    *("reward_shift", "chosen_logp", "rejected_logp", "eval_reward_margin"),
     # GRPO
     *("reward", "reward_std", "reward/<function>", "logged/<name>", "kept_reward"),
     *("advantage_mean_kept", "effective_sample_size", "candidates_seen"),

@@ -6,7 +6,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,12 +119,18 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def progress_bar(
-    description: str, total: int, initial: int = 0, *, unit: str = "step", active: bool = True
+    description: str,
+    total: int | None,
+    initial: int = 0,
+    *,
+    unit: str = "step",
+    active: bool = True,
+    items: Iterable[Any] | None = None,
 ) -> Any:
     """A tqdm bar on stderr; without a terminal it prints a line every 30 seconds instead.
 
     A bar with another unit than steps is inside a run and disappears at its end. It is `active` on
-    rank 0 only.
+    rank 0 only. As an iterator it gives and counts the `items`, and appears once they take seconds.
     """
     from tqdm import tqdm
 
@@ -135,6 +141,7 @@ def progress_bar(
     interactive = sys.stderr.isatty()
     lines: Any = SimpleNamespace(write=write_line, flush=sys.stderr.flush)  # nothing is redrawn
     bar = tqdm(
+        iterable=items,
         total=total,
         initial=initial,
         desc=description,
@@ -144,8 +151,9 @@ def progress_bar(
         ascii=None if interactive else True,
         miniters=1,
         mininterval=0.2 if interactive else 30.0,
-        delay=0.0 if interactive else 30.0,
+        delay=(0.0 if items is None else 2.0) if interactive else 30.0,
         smoothing=0.1,
+        unit_scale=unit == "row",
         leave=unit == "step",
         disable=not active,
     )

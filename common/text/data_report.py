@@ -1,6 +1,5 @@
 """Progress and losses while a split is read: a bar, and a report."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,23 +13,11 @@ PERCENT = (50, 90, 95, 99, 100)  # of a file's prompts and completions, at which
 
 
 def progress(rows: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
-    """The rows, counted by a bar once they take seconds; off a terminal every 30 of them."""
-    from tqdm import tqdm
+    """The rows, counted by a bar once they take seconds."""
+    from common.record.terminal import progress_bar
 
-    seconds = 0.2 if sys.stderr.isatty() else 30.0
-    return iter(
-        tqdm(
-            rows,
-            title,
-            total,
-            leave=False,
-            mininterval=seconds,
-            delay=10 * seconds if seconds < 1 else seconds,
-            unit=" rows",
-            unit_scale=True,
-            disable=not distributed.is_rank0(),
-        )
-    )
+    bar = progress_bar(title, total, unit="row", active=distributed.is_rank0(), items=rows)
+    return iter(bar)
 
 
 @dataclass

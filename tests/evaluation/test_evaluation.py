@@ -6,6 +6,7 @@ the reward model itself, of the policy's ids where vocabularies agree and of the
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from common.checkpoint import export
 from common.data import Example, PromptGroup
 from common.errors import UserError
 from common.evaluation import split
+from common.evaluation.intervals import outcomes, preference_accuracy
 from common.forward import Policy, RewardModel
 from common.model import fsdp
 from common.padding import padded_batch
@@ -154,7 +156,9 @@ def test_preference_accuracy_is_a_count(model):
     """The last pair is of two equal completions: a tie, which counts one half."""
     tie = Example(7, "", [5, 6], [[8, 9, 0], [8, 9, 0]], {})
     pairs = [*PAIRS, tie]
-    accuracy, scores = split.preferences(model, pairs, tiny.train_config(), tiny.vocabulary())
+    score = partial(split.score_examples, model)
+    scores = score(pairs, tiny.train_config(), tiny.vocabulary(), "pairs")
+    accuracy = preference_accuracy(outcomes(*scores.unbind(1)))
     plain = plain_scores(model, pairs)
     wins = sum(chosen > rejected for chosen, rejected in plain[:-1].tolist())
     assert 0 < wins < 7  # chosen and rejected are not told apart by a constant
@@ -163,8 +167,12 @@ def test_preference_accuracy_is_a_count(model):
     assert accuracy.low < accuracy.accuracy < accuracy.high
     torch.testing.assert_close(scores, plain, rtol=0, atol=1e-4)
     swapped = [Example(e.row, "", e.prompt_ids, e.completions[::-1], {}) for e in pairs]
-    other, _ = split.preferences(model, swapped, tiny.train_config(), tiny.vocabulary())
-    assert other.accuracy == pytest.approx(1 - accuracy.accuracy)
+    scores = score(swapped, tiny.train_config(), tiny.vocabulary(), "pairs")
+    metrics = split.held_out_metrics(scores, torch.tensor([0.25, 0.5] * 4))
+    margin = (plain[:, 1] - plain[:, 0]).mean()
+    assert metrics["eval_accuracy"] == pytest.approx(1 - accuracy.accuracy)
+    assert metrics["eval_reward_margin"] == pytest.approx(float(margin), abs=1e-4)
+    assert metrics["eval_loss"] == 0.375
 
 
 def test_pair_metrics_by_hand():

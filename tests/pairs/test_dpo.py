@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import evaluate
 import train_dpo
+import train_reward
 from common import losses
 from common.data import BatchOrder, Example
 from common.errors import UserError
@@ -31,6 +32,7 @@ from common.pairs import from_rollouts, reference
 from common.record.jsonl import read_jsonl
 from common.report import evaluation_report
 from train_dpo import DPOConfig, pair_losses
+from train_reward import RewardConfig
 
 STEPS, NUM_ROWS, BATCH = 3, 7, 4  # the second batch has one row less: filler
 WORDS = ("cat", "dog", "bird", "fish", "horse", "cow", "mouse")
@@ -326,6 +328,28 @@ def test_evaluation_judges_a_policy_as_its_training_does(runs, tmp_path, job, mo
     evaluate.main(EvaluateConfig(**rows | sizes | policy, output_dir=str(tmp_path / "eval")))
     (system,) = json.loads((tmp_path / "eval" / "results.json").read_text())["systems"]
     assert system["accuracy"]["accuracy"] == pytest.approx(trained)
+
+
+@pytest.mark.usefixtures("process_group", "without_pictures")
+@pytest.mark.parametrize("job", ["sum", "per_token", "simpo", "reference_free", "reward"])
+def test_the_held_out_loss_is_the_loss_of_training(runs, tmp_path, job):
+    """Of the same rows and weights: the only step has all rows, and its learning rate moves none.
+
+    What the loss of each job is, is worked out above.
+    """
+    rows = {"dataset_name": str(runs.folder / "train.jsonl"), "dataset_test_split": "train"}
+    flags = COMMON | rows | {"batch_size": NUM_ROWS, "max_steps": 1, "learning_rate": 1e-12}
+    flags |= {"model_name_or_path": str(runs.folder / "start"), "output_dir": str(tmp_path)}
+    flags |= (JOBS | REWARD_JOBS)[job]
+    if "ref_model_name_or_path" in flags:
+        flags["ref_model_name_or_path"] = str(runs.folder / "other")
+    if job == "reward":
+        train_reward.main(RewardConfig(**flags))
+    else:
+        train_dpo.main(DPOConfig(**flags))
+    metrics = dict(pair for line in read_jsonl(tmp_path / "metrics.jsonl") for pair in line.items())
+    for name in ("loss", "reward_margin", "accuracy"):
+        assert metrics[f"eval_{name}"] == pytest.approx(metrics[name], rel=1e-5), name
 
 
 # ---- the reference's log-probabilities -----------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 import tiny
 
 from common.errors import UserError
+from common.record import terminal
 from common.text import synthetic
 from common.text.tokenise import load_examples
 
@@ -212,16 +213,15 @@ def test_an_answer_is_no_part_of_a_prompt_to_sample_from(tmp_path, tokenizer):
 def test_bars_count_the_rows_while_they_are_read_rendered_and_tokenised(
     tmp_path, tokenizer, monkeypatch
 ):
-    import tqdm
-
     bars = []
 
-    def bar(rows, title, total, **_):
-        found = list(rows)
+    def bar(title, total, *, unit, active, items):
+        found = list(items)
         bars.append((title, total, len(found)))
+        assert unit == "row"
         return found
 
-    monkeypatch.setattr(tqdm, "tqdm", bar)
+    monkeypatch.setattr(terminal, "progress_bar", bar)
     read(tmp_path, tokenizer, "sft", [ROWS["messages"]] * 3)
     assert bars == [("reading", None, 3), ("rendering", 3, 3), ("tokenising", 3, 3)]
 
