@@ -1,7 +1,7 @@
 """From rewards to advantages, and which candidates of a prompt to keep.
 
 Rewards are (N, G): N prompts with G completions each. Work is done in float64, results are float32.
-A group of equal rewards has advantage exactly 0.
+A group of equal rewards has advantage exactly 0; what float32 rounding may make is no difference.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ SCALES = ("group", "batch", "none", "mean")
 BASELINES = ("mean", "leave_one_out")
 REJECTION_METHODS = ("rso", "gumbel", "max_variance")
 EPSILON = 1e-4  # added to every standard deviation, which is the unbiased one, both as in TRL
+UNIT = 2.0**-24  # largest relative error of a number that is rounded to float32
 
 # Rewards of a completion's steps by the index of the step's last token
 StepRewards = dict[int, float]
@@ -71,7 +72,10 @@ def weighted_group_advantages(
     followed by `normalise_globally`; GRPO has the sum of the rewards as its only objective.
     """
     pairs = zip(objectives, weights, strict=True)
-    return torch.stack([w * group_advantages(r, **options) for r, w in pairs]).sum(dim=0)
+    terms = torch.stack([w * group_advantages(r, **options) for r, w in pairs])  # (F, N, G)
+    total = terms.sum(dim=0)
+    cancels = are_equal(total, terms.abs().sum(dim=0), len(terms) + 2)
+    return torch.where(cancels, 0.0, total)
 
 
 def normalise_globally(
@@ -84,7 +88,9 @@ def normalise_globally(
     """
     values = advantages.double()
     mean, std = _global_moments(values[mask], all_reduce)
-    return torch.where(mask, (values - mean) / (std + EPSILON), 0.0).float()
+    is_zero = mean.abs() <= 4 * UNIT * std  # of rounded advantages: equal rewards stay at 0
+    flat = (values == 0).all(dim=-1, keepdim=True) & is_zero
+    return torch.where(mask & ~flat, (values - mean) / (std + EPSILON), 0.0).float()
 
 
 def step_advantages(
@@ -251,9 +257,21 @@ def _keep_max_variance(rewards: Tensor, num_keep: int) -> Tensor:
     return candidates.gather(1, best)
 
 
+def are_equal(values: Tensor, magnitudes: Tensor, num_terms: int) -> Tensor:
+    """Whether the values (..., G) of a group are equal but for rounding, (..., 1).
+
+    Each is a float32 sum of terms whose absolute values add up to `magnitudes` (..., G). With n
+    roundings on a term's way it is off by at most n units of them (Higham 2002, section 4.2).
+    """
+    errors = num_terms * UNIT * magnitudes.double()
+    gaps = (values.double() - values.double()[..., :1]).abs()
+    return (gaps <= errors + errors[..., :1]).all(dim=-1, keepdim=True)
+
+
 def _deviations(rewards: Tensor) -> Tensor:
     """Rewards (N, G) minus the mean of their row, in float64; exactly 0 in a row of equal ones."""
     relative = rewards.double() - rewards.double()[:, :1]
+    relative = torch.where(are_equal(rewards, rewards.abs(), 2), 0.0, relative)
     return relative - relative.mean(dim=1, keepdim=True)
 
 

@@ -91,6 +91,36 @@ def test_objectives_are_normalised_one_by_one_by_hand():
     assert torch.equal(alone, advantages.group_advantages(REWARDS))
 
 
+# Rewards of 0.1 + 0.2 and of 0.3, of -0.1 - 0.7 and of -0.8, one unit in the last place apart
+ROUNDED = torch.tensor([[0.3, 0.3 + 3e-8, 0.3], [-0.8, -0.8, -0.8 + 6e-8]])
+
+
+@pytest.mark.parametrize("baseline", advantages.BASELINES)
+@pytest.mark.parametrize("scale", advantages.SCALES)
+def test_what_rounding_may_make_is_no_difference(scale: str, baseline: str):
+    assert (ROUNDED[:, :1] != ROUNDED).any(1).all()
+    ordinary = torch.tensor([[0.0, 0.0, 3e-8], [1.0, 1.0 + 1e-6, 2.0]])
+    rewards = torch.cat([ROUNDED, ordinary]).abs()
+    ours = advantages.group_advantages(rewards, scale=scale, baseline=baseline)
+    assert (ours[:2] == 0).all()
+    assert ours[2:].any(1).all()
+    assert ours[3, 0] != ours[3, 1]  # in a group that differs nothing is rounded off
+    everywhere = torch.ones(4, 3, dtype=torch.bool)
+    ours = advantages.normalise_globally(ours, everywhere, lambda sums: sums)
+    assert (ours[:2] == 0).all()
+
+
+def test_objectives_that_cancel_but_for_rounding_teach_nothing():
+    objectives = [REWARDS, REWARDS, REWARDS]  # 0.1 + 0.2 - 0.3 is 2.8e-17, in float32 7e-9
+    weights = [0.1, 0.2, -0.3]
+    terms = [w * advantages.group_advantages(REWARDS) for w in weights]
+    assert sum(terms, torch.zeros(2, 4)).any()
+    assert not advantages.weighted_group_advantages(objectives, weights).any()
+    steps, ends = [[0.1 + 0.2], [0.3]], [[1], [0]]
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    assert not advantages.step_advantages(steps, ends, mask, num_generations=2).any()
+
+
 def test_the_batch_s_deviation_is_that_of_the_groups_in_the_batch():
     # Of the first group alone: mean 3, squared deviations 14, four rewards.
     ours = advantages.group_advantages(REWARDS, scale="batch", counted=torch.tensor([True, False]))

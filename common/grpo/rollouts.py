@@ -18,6 +18,7 @@ from common import data, distributed
 from common.advantages import (
     StepRewards,
     apply_missing_eos_penalty,
+    are_equal,
     eos_penalty,
     penalise_steps,
     rejection_sample,
@@ -181,8 +182,13 @@ def gather_candidates(groups: Groups, indices: Tensor, config: GRPOConfig) -> Se
     candidates = (torch.arange(num_prompts)[:, None] * num_candidates + indices).flatten()
     rollouts, rewards = groups.rollouts[candidates], groups.rewards.gather(1, indices)
     objectives = objective_rewards(groups.rewards, groups.by_function, groups.has_stop, config)
+    magnitudes = objectives.abs() if config.is_multi_objective else sizes(groups, config)
     if config.baseline == "kept":
-        objectives = objectives.gather(2, indices.expand(len(objectives), -1, -1))
+        of_kept = indices.expand(len(objectives), -1, -1)
+        objectives, magnitudes = objectives.gather(2, of_kept), magnitudes.gather(2, of_kept)
+    # Roundings: of reward and weight, their product, the sum over functions, the penalty
+    is_equal = are_equal(objectives, magnitudes, len(groups.by_function) + 3)
+    objectives = torch.where(is_equal, objectives[..., :1], objectives)
     weights = torch.tensor(config.objective_weights(len(objectives)))[:, None, None]
     weighted = objectives * weights  # a function of weight 0 teaches nothing
     flat = (weighted == weighted[..., :1]).all(2).all(0) & groups.real
@@ -195,6 +201,15 @@ def gather_candidates(groups: Groups, indices: Tensor, config: GRPOConfig) -> Se
     return SelectedCandidates(
         groups, indices, candidates, rollouts, lengths, rewards, objectives, flat, counted
     )
+
+
+def sizes(groups: Groups, config: GRPOConfig) -> Tensor:
+    """Absolute values of a reward's terms, summed: (1, N, K)."""
+    weights = config.reward_weights or [1.0] * len(groups.by_function)
+    terms = [w * r for w, r in zip(weights, groups.by_function.values(), strict=True)]
+    summed = torch.stack([groups.rewards, *terms]).nan_to_num(0.0).abs().sum(0, keepdim=True)
+    is_penalty = ~groups.has_stop & config.penalize_missing_eos  # which is no sum
+    return torch.where(is_penalty, groups.rewards.abs(), summed)
 
 
 def replace_flat(

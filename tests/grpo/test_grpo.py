@@ -292,6 +292,42 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     torch.testing.assert_close(advantages, rewards - rewards.mean(1, keepdim=True))
 
 
+@pytest.mark.parametrize(("bf16", "noise"), [(False, 1e-5), (True, 0.05)])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_kl_of_rounding_in_equal_rewards_teaches_nothing(scale: str, bf16: bool, noise: float):
+    """The noise is that of SmolLM2's log-probabilities between two forward passes."""
+    groups = new_groups([[1.0, 1.0, 1.0], [0.0, 1.0, 3.0]])
+    config = new_config(beta=0.5, kl_in="reward", kl_estimator="k1", scale_rewards=scale, bf16=bf16)
+    kept = select(groups, config, 0)
+    torch.manual_seed(0)
+    gaps = noise * torch.randn_like(kept.rollouts.token_logps)
+    values = minibatches.advantages(kept, kept.rollouts.token_logps + gaps, config)
+    assert (values[0] == 0).all()
+    assert values[1].all()
+    values = minibatches.advantages(kept, kept.rollouts.token_logps + 100 * gaps, config)
+    assert values[0].all()
+
+
+def test_weighted_sums_that_are_equal_but_for_rounding_are_a_flat_group():
+    """0.3 + 0.4 and 0.7, and 100.01 - 100 and 0.01, which float32 has 6e-6 apart; 0.011 is not."""
+    functions = [
+        torch.tensor([[3.0, 0.0, 0.0], [1000.1, 0.1, 0.1], [1000.1, 0.1, 0.1]]),
+        torch.tensor([[4.0, 7.0, 7.0], [-1000.0, 0.0, 0.0], [-1000.0, 0.01, 0.0]]),
+    ]
+    weights = [0.1, 0.1]
+    totals = sum((w * f for w, f in zip(weights, functions, strict=True)), torch.zeros(3, 3))
+    assert (totals[:, 0] != totals[:, 1]).all()
+    groups = replace(
+        new_groups(totals.tolist()), by_function=dict(zip("ab", functions, strict=True))
+    )
+    config = new_config(reward_weights=weights, zero_variance="drop", beta=0.0)
+    kept = select(groups, config, 0)
+    assert kept.flat.tolist() == [True, True, False]
+    assert kept.counted.any(1).tolist() == [False, False, True]
+    values = minibatches.advantages(kept, None, config)
+    assert (values != 0).any(1).tolist() == [False, False, True]
+
+
 BY_BASELINE = {  # of the candidates with rewards 9 and 2, kept of 0, 1, 2 and 9
     ("all", "none"): [6.0, -1.0],  # mean 3
     ("kept", "none"): [3.5, -3.5],  # mean 5.5
