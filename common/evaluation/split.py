@@ -43,7 +43,7 @@ def score_examples(
 
     groups, first_slots = distinct_completions(examples, config)
     packed = data.pack_micro_batches(groups[distributed.rank() :: distributed.world_size()], config)
-    bar = progress_bar(title, len(packed), unit="batch", active=distributed.is_rank0())
+    bar = progress_bar(title, len(packed), unit="batch")
 
     def batches() -> Iterator[AnyBatch]:
         for batch in packed:

@@ -207,9 +207,7 @@ def sizes(groups: Groups, config: GRPOConfig) -> Tensor:
     """Absolute values of a reward's terms, summed: (1, N, K)."""
     weights = config.reward_weights or [1.0] * len(groups.by_function)
     terms = [w * r for w, r in zip(weights, groups.by_function.values(), strict=True)]
-    summed = torch.stack([groups.rewards, *terms]).nan_to_num(0.0).abs().sum(0, keepdim=True)
-    is_penalty = ~groups.has_stop & config.penalize_missing_eos  # which is no sum
-    return torch.where(is_penalty, groups.rewards.abs(), summed)
+    return torch.stack([groups.rewards, *terms]).nan_to_num(0.0).abs().sum(0, keepdim=True)
 
 
 def replace_flat(

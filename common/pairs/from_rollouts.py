@@ -91,7 +91,7 @@ def pairs_from_rollouts(
     sampler = new_sampler(policy, vocabulary, config)
     pairs: list[SampledPair] = []
     all_rewards: list[float] = []
-    bar = progress_bar("rollouts", order.steps_per_epoch, active=distributed.is_rank0())
+    bar = progress_bar("rollouts", order.steps_per_epoch)
     for step in range(order.steps_per_epoch):
         examples, is_real = data.prompts(prompts, order.rows(step))  # N
         rollouts = sampler.sample(

@@ -110,10 +110,9 @@ def training_logps(
     from common.record.terminal import progress_bar
 
     steps = range(min(order.total_steps(config), order.steps_per_epoch))
-    bar = progress_bar("reference", None, active=distributed.is_rank0(), items=steps)
     batches = (
         batch
-        for step in bar
+        for step in progress_bar("reference", None, items=steps)
         for batch in data.micro_batches(train_set, order.rows(step), config, vocabulary)
     )
     logps = split.tail_weighted_logps(reference, batches, train_set, config.ld_alpha)

@@ -6,7 +6,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,20 +119,16 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def progress_bar(
-    description: str,
-    total: int | None,
-    initial: int = 0,
-    *,
-    unit: str = "step",
-    active: bool = True,
-    items: Iterable[Any] | None = None,
+    description: str, total: int | None, initial: int = 0, *, unit: str = "step", items: Any = None
 ) -> Any:
-    """A tqdm bar on stderr; without a terminal it prints a line every 30 seconds instead.
+    """A tqdm bar on stderr of rank 0; without a terminal it prints a line every 30 seconds instead.
 
-    A bar with another unit than steps is inside a run and disappears at its end. It is `active` on
-    rank 0 only. As an iterator it gives and counts the `items`, and appears once they take seconds.
+    A bar with another unit than steps is inside a run and disappears at its end. As an iterator it
+    gives and counts the `items`, and appears once they take seconds.
     """
     from tqdm import tqdm
+
+    from common import distributed
 
     def write_line(text: str) -> None:
         if text := text.strip("\r\n "):
@@ -155,7 +151,7 @@ def progress_bar(
         smoothing=0.1,
         unit_scale=unit == "row",
         leave=unit == "step",
-        disable=not active,
+        disable=not distributed.is_rank0(),
     )
     bar.shown_at = time.monotonic()  # for `show_status`
     return bar

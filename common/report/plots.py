@@ -36,11 +36,8 @@ LONGEST_NAME = 30  # characters of a function's name in a title
 PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Loss", "loss", ("loss", "eval_loss")),
     ("Preference accuracy", "share of pairs", ("accuracy", "eval_accuracy")),
-    (
-        "Pair rewards",
-        "reward",
-        ("chosen_reward", "rejected_reward", "reward_margin", "eval_reward_margin"),
-    ),
+    ("Pair rewards", "reward", ("chosen_reward", "rejected_reward")),
+    ("Reward margin of pairs", "reward", ("reward_margin", "eval_reward_margin")),
     ("Pair log-probabilities", "nats per completion", ("chosen_logp", "rejected_logp")),
     ("Reward", "mean reward", ("reward", "kept_reward", "eval_reward")),
     ("Reward of <function>", "mean", ("reward/<function>", "eval_reward/<function>")),

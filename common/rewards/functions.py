@@ -250,9 +250,8 @@ def module_of(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     others = [other for other in USER_FOLDERS if other != folder]
-    hidden = {each: sys.modules[each] for each in list(sys.modules) if folder_of(each) in others}
-    for each in hidden:
-        del sys.modules[each]
+    names = [each for each in sys.modules if folder_of(each) in others]
+    hidden = {each: sys.modules.pop(each) for each in names}
     sys.path[:] = [each for each in sys.path if each not in others]
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:

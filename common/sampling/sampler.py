@@ -195,7 +195,7 @@ class Sampler:
         from common.record.terminal import progress_bar, show_status
 
         mine = range(distributed.rank(), len(examples), distributed.world_size())
-        with progress_bar(title, len(mine), unit="prompt", active=distributed.is_rank0()) as bar:
+        with progress_bar(title, len(mine), unit="prompt") as bar:
             local = self.sample(
                 [examples[i] for i in mine],
                 num_samples=num_samples,

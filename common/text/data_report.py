@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from common import distributed
 from common.errors import UserError
 
 Item = TypeVar("Item")
@@ -16,8 +15,7 @@ def progress(rows: Iterable[Item], title: str, total: int | None = None) -> Iter
     """The rows, counted by a bar once they take seconds."""
     from common.record.terminal import progress_bar
 
-    bar = progress_bar(title, total, unit="row", active=distributed.is_rank0(), items=rows)
-    return iter(bar)
+    return iter(progress_bar(title, total, unit="row", items=rows))
 
 
 @dataclass

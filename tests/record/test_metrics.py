@@ -295,17 +295,13 @@ def test_on_a_terminal_the_bar_says_what_happens(
     assert re.search(r"41/100 .*loss=0\.5", drawn)
 
 
-def test_off_a_terminal_counted_items_are_whole_lines_too(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_off_a_terminal_counted_items_are_whole_lines_too(capsys: Any) -> None:
     bar = terminal.progress_bar("reference", None, items=range(50))
     bar.delay = bar.mininterval = 0.0  # as if each took half a minute
     assert list(bar) == [*range(50)]
     lines = capsys.readouterr().err.split("\n")
-    assert [line.partition(": ")[0] for line in lines[1:-1]] == ["reference"] * len(lines[1:-1])
-    assert "\r" not in "".join(lines)
-    assert "50/50" in lines[-2]
-    assert "step/s]" in lines[-2]
+    assert all(line.startswith("reference:") and "\r" not in line for line in lines[:-1])
+    assert re.search(r"50/50 .* step/s\]", lines[-2])
 
 
 # --- samples ---

@@ -8,7 +8,6 @@ function written for TRL gets is in `test_trl_rewards`.
 import asyncio
 import copy
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -514,12 +513,12 @@ def test_a_bad_name_or_weight_is_refused_in_one_sentence(file, names, weights, w
 
 
 USER_FILE = """
-import {installed}
+import csv
 from helper import NAME
 with open(__file__ + ".runs", "a") as runs:
     runs.write("x")
 def name(number):
-    return NAME + {installed}.__name__ + "!" * number
+    return NAME + csv.__name__ + "!" * number
 other = name
 """
 
@@ -527,14 +526,13 @@ other = name
 @pytest.mark.parametrize(("stem", "method"), [("mine", "spawn"), ("json", "fork")])
 def test_a_user_s_file_is_one_module_next_to_its_neighbours(tmp_path, monkeypatch, stem, method):
     """Whatever path leads to it, and if other files have the same name: a user's or Python's."""
-    modules = dict(sys.modules)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(functions, "USER_FOLDERS", [])
     monkeypatch.chdir(tmp_path)
     for folder in map(Path, "ab"):
         folder.mkdir()
-        (folder / "helper.py").write_text(f"NAME = {str(folder)!r}")
-        (folder / f"{stem}.py").write_text(USER_FILE.format(installed="csv"))
+        (folder / f"near_{stem}.py").write_text(f"NAME = {str(folder)!r}")
+        (folder / f"{stem}.py").write_text(USER_FILE.replace("helper", f"near_{stem}"))
         (folder / "csv.py").write_text("raise ValueError")
         Path(f"link_{folder}.py").symlink_to(folder / f"{stem}.py")
     paths = [f"{folder}/{stem}.py:name" for folder in "ab"] + ["link_a.py:other", "link_b.py:other"]
@@ -545,17 +543,6 @@ def test_a_user_s_file_is_one_module_next_to_its_neighbours(tmp_path, monkeypatc
     with multiprocessing.get_context(method).Pool(1) as pool:
         assert pool.map(a, [1]) == ["acsv!"]
         assert method == "spawn" or pool.map(b, [2]) == ["bcsv!!"]
-    assert json.__name__ == "json"
-    for name in sys.modules.keys() - modules:
-        del sys.modules[name]
-
-
-def test_a_user_s_file_that_fails_runs_again(file):
-    Path(file).write_text("raise KeyError('no key')")
-    with pytest.raises(KeyError):
-        functions.load_from_file(f"{file}:length")
-    Path(file).write_text(FILE)
-    assert functions.load_from_file(f"{file}:length")([], [], [[1]]) == [1.0]
 
 
 def test_a_missing_column_is_refused_before_anything_is_sampled(file):

@@ -215,7 +215,7 @@ def test_bars_count_the_rows_while_they_are_read_rendered_and_tokenised(
 ):
     bars = []
 
-    def bar(title, total, *, unit, active, items):
+    def bar(title, total, *, unit, items):
         found = list(items)
         bars.append((title, total, len(found)))
         assert unit == "row"
