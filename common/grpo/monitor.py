@@ -107,24 +107,26 @@ class StepMonitor:
 
         self.warn(selected, step)
         config, groups, rewards = self.config, selected.groups, selected.groups.rewards
-        weights = ((rewards - rewards.amax(1, keepdim=True)) / config.rejection_temperature).exp()
         if groups.steps:
             advantages = advantages.sum(-1) / selected.lengths  # mean over the tokens
         columns = {  # (N,), (N, K) or (N, G)
             "reward_std": rewards.std(1),
             "zero_variance_fraction": selected.flat,
-            "effective_sample_size": effective_sample_size(weights),
             "reward": rewards,
             "completion_length": groups.rollouts.lengths.view(rewards.shape),
             "stop_rate": groups.has_stop,
-            "advantage_mean_kept": advantages,
             **{f"{FUNCTION_PREFIX}{name}": values for name, values in groups.by_function.items()},
         }
         if config.num_candidates > config.num_generations:
-            columns["kept_reward"] = selected.rewards
-            columns["candidates_seen"] = num_candidates_seen(
-                rewards, **rejection_options(groups, config, step)
-            )
+            best = rewards.amax(1, keepdim=True)
+            weights = ((rewards - best) / config.rejection_temperature).exp()
+            options = rejection_options(groups, config, step)
+            columns |= {
+                "kept_reward": selected.rewards,
+                "advantage_mean_kept": advantages,
+                "effective_sample_size": effective_sample_size(weights),
+                "candidates_seen": num_candidates_seen(rewards, **options),
+            }
         for name, values in columns.items():
             of_real = values[groups.real].double()
             of_real = of_real[~of_real.isnan()]  # of a function that does not apply to a row

@@ -5,8 +5,9 @@ r"""One real optimiser step, number by number, as one page.
 
 The script's own `main` runs for one step on two prompts or rows; what its functions are called with
 and return is what the page shows. What follows the script are its own flags, which may also name
-another model and other rows. `--seed` picks the two rows among the first `num_train_rows`. Other
-objectives than the four papers' own are refused: the page has no formulas for them.
+another model and other rows. The settings are those of the run with these flags but for a few that
+keep the page small, which it lists. `--seed` picks the two rows among the first `num_train_rows`.
+Other objectives than the four papers' own are refused: the page has no formulas for them.
 """
 
 import argparse
@@ -24,11 +25,10 @@ from experiments.explain.trace import trace_step
 from experiments.stages import config_class
 
 SCRIPTS = ("train_sft.py", "train_reward.py", "train_dpo.py", "train_grpo.py")
-# Sizes in the place of the recipe's: the flags of the command line come after them
-SMALL = "--batch_size 2 --max_steps 1 --warmup_steps 0 --num_train_rows 64 --num_sample_prompts 0"
-SMALL_OF_STAGE = {"reward": "--num_sft_rows 2", "grpo": "--num_candidates 4 --num_generations 2"}
+# The most that a recipe may have (0: all rows); flags of the command line come after them
+SMALL = {"batch_size": 2, "warmup_steps": 0, "num_train_rows": 64, "num_sample_prompts": 0}
 # One update, no evaluation, and nothing that is kept.
-FORCED = "--dataset_test_split= --save_steps 0 --resume_from_checkpoint none --report_to none"
+FORCED = "--dataset_test_split= --resume_from_checkpoint none --report_to none"
 FORCED_OF_STAGE = {"grpo": "--num_iterations 1 --num_minibatches 1 --eval_pairs_dataset_name="}
 
 
@@ -51,34 +51,40 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
     texts = formulas(stage)
     functions = ["common.model.load.load_vocabulary", *texts["also"]]
     functions += [box["function"] for box in texts["flow"]]
-    small = f"{SMALL} {SMALL_OF_STAGE.get(stage, '')}".split()
     forced = f"{FORCED} {FORCED_OF_STAGE.get(stage, '')}".split()
     with tempfile.TemporaryDirectory() as folder:
-        config = parse(config_class(script), [*small, *flags, *forced, "--output_dir", folder])
+        run, output_dir = config_class(script), ["--output_dir", folder]
+        asked = parse(run, [*flags, *output_dir])
+        small = [f"--{k}={most}" for k, most in SMALL.items() if not 0 < getattr(asked, k) <= most]
+        config = parse(run, [*small, *flags, *forced, *output_dir])
         for name, value in texts["only"].items():
             if getattr(config, name) != value:
                 raise config.refused(name, f"{value}: the page has no formulas of others")
         distributed.start()
         trace = trace_step(resolve_name(f"train_{stage}.main"), config, functions)
-    settings = {name: getattr(config, name) for name in texts["settings"]}
-    content = {
-        "stage": stage,
-        "title": texts["title"],
-        "objective": texts["objective"],
-        **with_links(explain(trace, config, stage), trace, texts),
-        "settings": settings,
-    }
+    content = with_links(explain(trace, config, stage), trace, texts)
+    unused = (
+        () if "kept" in content["quantities"] else ("rejection_method", "rejection_temperature")
+    )
+    settings = {name: getattr(config, name) for name in texts["settings"] if name not in unused}
+    replaced = [word[2:].partition("=")[0] for word in (*small, *forced) if word.startswith("--")]
+    values = {name: (getattr(config, name), getattr(asked, name)) for name in replaced}
     commit, _, changed = (git_commit() or "unknown").partition("-")
-    facts = {
+    content["facts"] = {
         "command": " ".join(["python -m experiments.explain", script, *flags]),
         "model": config.model_name_or_path,
         "seed": str(config.seed),
         "commit": commit[:10] + (", with changes" if changed else ""),
         "settings": ", ".join(f"{name} {value}" for name, value in settings.items()),
+        "not the run's": ", ".join(
+            f"{name} {here!r} (run: {its!r})" for name, (here, its) in values.items() if here != its
+        ),
     }
+    content |= {name: texts[name] for name in ("title", "objective")}
+    content |= {"stage": stage, "settings": settings}
     file = Path(output or f"output/explain/{stage}.html")
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page(content, facts), encoding="utf-8")
+    file.write_text(page(content), encoding="utf-8")
     return file
 
 

@@ -219,7 +219,7 @@ def grpo(trace: Trace, config: Any) -> Record:
 
 
 def candidates(trace: Trace, config: Any) -> list[Record]:
-    """All K candidates of each prompt, with what decides who is kept."""
+    """All K candidates of each prompt; if not all are kept, with what decides who is."""
     selected = trace.of("select")[-1].result
     groups, kept = selected.groups, selected.candidates.tolist()
     rollouts, numbers = groups.rollouts, range(groups.rewards.shape[1])
@@ -232,6 +232,8 @@ def candidates(trace: Trace, config: Any) -> list[Record]:
         "tokens": [{"sampler_logp": logps} for logps in rollouts.as_lists(rollouts.token_logps)],
         "reward": groups.rewards.flatten(),
     }
+    if config.num_candidates == config.num_generations:
+        return records(columns)
     scores = groups.rewards.double() / config.rejection_temperature
     if draws := trace.of("uniform", "_keep_gumbel"):
         keys = scores - torch.log(-torch.log(draws[0].result))

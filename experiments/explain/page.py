@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from string import Formatter
@@ -18,6 +19,7 @@ from experiments.explain.trace import Trace
 from experiments.stages import ROOT
 
 FOLDER = Path(__file__).parent
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>')
 
 
 def formulas(stage: str) -> dict[str, Any]:
@@ -28,15 +30,29 @@ def formulas(stage: str) -> dict[str, Any]:
 
 
 def code_line(function: str, code: str = "") -> dict[str, Any]:
-    """File and line of a function, or of the first line in it that holds a text."""
+    """File, line and text of a function's head, or of the first line in it that holds `code`."""
     target = inspect.unwrap(resolve_name(function))
     lines, start = inspect.getsourcelines(target)
     code = code or f"def {target.__name__}("
-    numbers = [number for number, line in enumerate(lines, start) if code in line]
-    if not numbers:
+    found = [(number, line.strip()) for number, line in enumerate(lines, start) if code in line]
+    if not found:
         raise LookupError(f"{function} has no line with {code!r}")
     file = Path(target.__code__.co_filename).resolve().relative_to(ROOT).as_posix()
-    return {"function": function, "code": code, "file": file, "line": numbers[0]}
+    number, text = found[0]
+    return {"function": function, "code": code, "file": file, "line": number, "text": text}
+
+
+def find_lines_again(file: Path) -> None:
+    """Write a recorded page anew with the lines of code as they are now; its numbers stay.
+
+    A line that is no longer there stays as it was, until the step is explained anew.
+    """
+    content = json.loads(DATA.findall(file.read_text(encoding="utf-8"))[0])
+    content["repository"] = re.sub(r"/blob/\w+/$", "/blob/HEAD/", content["repository"])
+    for place in [*content["quantities"].values(), *content["boxes"]]:
+        with suppress(LookupError, AttributeError, ImportError):
+            place |= code_line(place["function"], place["code"])
+    file.write_text(page(content), encoding="utf-8")
 
 
 def repository() -> str:
@@ -61,7 +77,8 @@ def with_links(numbers: dict[str, Any], trace: Trace, texts: dict[str, Any]) -> 
             quantities[name] = about | code_line(place["function"], place.get("code", ""))
     boxes = []
     for box in texts["flow"]:
-        if calls := trace.of(box["function"].rpartition(".")[2]):
+        calls = trace.of(box["function"].rpartition(".")[2])
+        if calls and box.pop("with", None) in (None, *quantities):
             path = f"0{box.pop('tensor', '')}"
             result, _ = Formatter().get_field(path, [calls[-1].result], {})
             shape = getattr(result, "shape", ())
@@ -71,7 +88,7 @@ def with_links(numbers: dict[str, Any], trace: Trace, texts: dict[str, Any]) -> 
     return {"repository": repository(), "quantities": quantities, "boxes": boxes, **numbers}
 
 
-def page(content: dict[str, Any], facts: dict[str, str]) -> str:
+def page(content: dict[str, Any]) -> str:
     """The whole document."""
     options: dict[str, Any] = {"autoescape": True, "lstrip_blocks": True, "trim_blocks": True}
     loader = FileSystemLoader(FOLDER)
@@ -79,7 +96,7 @@ def page(content: dict[str, Any], facts: dict[str, str]) -> str:
     environment.filters["number"] = number
     embedded = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     template = environment.get_template("page.html")
-    return template.render(facts=facts, embedded=embedded, **content)
+    return template.render(embedded=embedded, **content)
 
 
 def number(value: float) -> str:

@@ -88,7 +88,8 @@ EXPLAINED = {  # from the models of the part `demo`; flags of each stage
     "sft": "",
     "reward": f"--model_name_or_path {TRAINED[0]}",
     "dpo": f"--model_name_or_path {TRAINED[0]}",
-    "grpo": f"--model_name_or_path {TRAINED[0]} --reward_funcs {TRAINED[1]} gold",
+    "grpo": f"--model_name_or_path {TRAINED[0]} --reward_funcs {TRAINED[1]} gold "
+    "--num_candidates 4 --num_generations 2",
 }
 PARTS = {
     "demo": Part(f"{REPLICATE} demo", CHAIN),

@@ -1,4 +1,4 @@
-"""The tables of README and `docs/` that show records, made from the records.
+"""The tables of README and `docs/` that show records, and the lines to which records point.
 
     python -m experiments.records.tables
 
@@ -14,17 +14,20 @@ from functools import partial
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.exercises import questions
+from experiments.explain.page import find_lines_again
 from experiments.overoptimization.page import fallen
 from experiments.overoptimization.plots import draw_curves
 from experiments.records import ablations, chains, film, papers, reward_curve, speed
-from experiments.records.make import PARTS, ROOT, cells, printed, read, read_record
+from experiments.records.make import PARTS, RECORDS, ROOT, cells, printed, read, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
 def write() -> None:
-    """Put the tables of what is recorded into the pages."""
+    """Put the tables of what is recorded into the pages, and draw the pictures."""
+    for explained in RECORDS.glob("explain-*/*.html"):
+        find_lines_again(explained)
     for page in PAGES:
         page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
     for part in filter(read_record, chains.DRAWN):

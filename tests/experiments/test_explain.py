@@ -16,11 +16,13 @@ from unittest import mock
 import pytest
 import tiny
 import torch
+from markupsafe import escape
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from common.errors import UserError
 from experiments.explain import __main__ as command
+from experiments.explain.page import DATA, find_lines_again
 
 ROOT = Path(__file__).resolve().parents[2]
 BETA, RATE, TEMPERATURE, MAX_NORM = 0.3, 1e-3, 0.7, 0.5
@@ -33,10 +35,10 @@ STAGES = {
     "dpo": f"--model_name_or_path policy --ref_model_name_or_path other --beta {BETA}",
     "grpo": f"--model_name_or_path policy --ref_model_name_or_path other --beta {BETA} "
     f"--reward_funcs rewards.py:score --penalize_missing_eos false --temperature {TEMPERATURE} "
-    "--rejection_method gumbel --max_completion_length 9",
+    "--rejection_method gumbel --max_completion_length 9 --num_candidates 4 --num_generations 2",
 }
 REWARDS = "def score(completion_ids, **_): return [sum(ids) % 7 / 4 for ids in completion_ids]\n"
-DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+RECORDED = sorted(ROOT.glob("assets/results/explain-*/*.html"))
 ROWS = [
     {"prompt": f"A {word} in the park.\n\nTL;DR:", "completion": f" a {word}", "chosen": f" {word}"}
     | {"rejected": " my park is sold"}
@@ -72,9 +74,12 @@ def page(request: pytest.FixtureRequest, folder: Path) -> Page:
         text = command.write(f"train_{stage}.py", flags).read_text()
     assert len(text) < 300_000
     assert "http" not in text.replace("http-equiv", "")
-    found = DATA.search(text)
-    assert found
-    return json.loads(found[1])
+    return data(text)
+
+
+def data(text: str) -> Page:
+    """The JSON of a page."""
+    return json.loads(DATA.findall(text)[0])
 
 
 def score(lm: Any, records: list[Page]) -> Tensor:
@@ -220,6 +225,21 @@ def test_settings_are_those_of_the_step(page):
     assert page["settings"].items() >= wanted.items()
 
 
+def test_a_run_without_further_candidates_is_shown_without_rejection_sampling(folder):
+    """It has the run's own settings, and lists the few that are not."""
+    (folder / "run.yaml").write_text("num_generations: 3\nbatch_size: 1\nwarmup_steps: 7\n")
+    own = STAGES["grpo"].partition(" --rejection_method")[0] + " --max_completion_length 9"
+    with tiny.working_directory(folder):
+        flags = f"--config run.yaml {COMMON} {own} --seed 1".split()
+        text = command.write("train_grpo.py", flags).read_text()
+    page = data(text)
+    assert page["settings"].items() >= {"num_candidates": 3, "num_generations": 3}.items()
+    assert [len(page[level]) for level in ("prompts", "completions")] == [1, 3]
+    assert page["facts"]["not the run's"].startswith("warmup_steps 0 (run: 7), num_train_rows 64")
+    assert not {"kept", "key", "draw"} & page["quantities"].keys()
+    assert "rejection" not in text.lower()
+
+
 def test_rewards_of_steps_are_refused(folder):
     text = "def score(completion_ids, **_): return [[(1, 0.5), (2, 1.0)] for _ in completion_ids]\n"
     (folder / "steps.py").write_text(text)
@@ -236,12 +256,32 @@ def test_every_number_has_a_formula_and_its_line(page):
         assert not is_there({**place, "line": place["line"] + 1}), place
 
 
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
+def test_a_recorded_page_points_to_the_lines_that_it_shows(file, tmp_path):
+    """After a change of the code: `python -m experiments.records.tables`, else the part anew."""
+    text = file.read_text()
+    recorded = data(text)
+    places = [*recorded["quantities"].values(), *recorded["boxes"]]
+    assert len(places) > 15
+    for place in places:
+        advice = f"python -m experiments.records.tables, else make results PARTS={file.parent.name}"
+        assert is_there(place), f"{place['file']}:{place['line']} has moved: {advice}"
+        assert f"{place['file']}:{place['line']}" in text
+        assert str(escape(place["text"])) in text
+    moved = tmp_path / file.name
+    moved.write_text(re.sub(r'"line":(\d+),"text":"[^"]', r'"line":1\1,"text":"', text))
+    assert not all(map(is_there, data(moved.read_text())["quantities"].values()))
+    find_lines_again(moved)
+    assert moved.read_text() == text
+
+
 def is_there(place: Page) -> bool:
-    """Whether the line has the code, inside the function."""
+    """Whether the line has the code and is shown, inside the function."""
     text, name = (ROOT / place["file"]).read_text(), place["function"].rpartition(".")[2]
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     inside = [f for f in functions if f.name == name and f.lineno <= place["line"] <= f.end_lineno]
-    return len(inside) == 1 and place["code"] in text.splitlines()[place["line"] - 1]
+    line = text.splitlines()[place["line"] - 1].strip()
+    return len(inside) == 1 and place["code"] in line == place["text"]
 
 
 def test_a_prompt_has_candidates_that_were_rejected_and_rewards_that_differ(page):
