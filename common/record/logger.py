@@ -4,8 +4,8 @@
 and evaluations are separate lines. A name outside `common/record/glossary.py` gets a warning.
 """
 
-import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,13 @@ from common.record import output_lock, run_folder
 from common.record.glossary import CONSOLE, POSTFIX, is_defined, recorded
 from common.record.jsonl import json_line, write_atomically
 from common.record.metrics import Accumulator
-from common.record.terminal import format_number, progress_bar, show_status, wrapped_table
+from common.record.terminal import (
+    format_number,
+    progress_bar,
+    show_status,
+    terminal_width,
+    wrapped_table,
+)
 from common.record.tracking import Tracker
 from common.shutdown.failures import note_step
 
@@ -80,7 +86,7 @@ class RunLogger:
         self.log(step, values)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a step in files and trackers, and print a short line of them."""
+        """Record metrics of a step in files and trackers, and print those of `CONSOLE`."""
         if not self._active:
             return
         for name in metrics:
@@ -94,11 +100,14 @@ class RunLogger:
         self._append(run_folder.METRICS, {"step": step, **values})
         self._tracker.call("log", values={"step": step, **values})
         texts = {name: format_number(value) for name, value in values.items()}
-        shown = [f"{name} {texts[name]}" for name in recorded([texts], CONSOLE)]
+        shown = [f"{name}\xa0{texts[name]}" for name in recorded([texts], CONSOLE)]
         postfix = {name: texts[name] for name in POSTFIX if name in texts}
         if postfix:  # an evaluation between two logs leaves the last training loss in the bar
             self._bar.set_postfix(postfix, refresh=False)
-        self._write(f"{self.stage} step {step}/{self.total_steps}: {', '.join(shown)}")
+        line = f"{self.stage} step {step}/{self.total_steps}: {', '.join(shown)}"
+        width = terminal_width()
+        text = textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False)
+        self._write(text.replace("\xa0", " "))
         self._mark = time.monotonic()
 
     def status(self, text: str) -> None:
@@ -137,9 +146,8 @@ class RunLogger:
         self._append(run_folder.SAMPLES, *({"step": step, **row} for row in rows))
         few = rows if shown is None else shown
         table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in few]
-        width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.stage} samples at step {step}/{self.total_steps}"
-        self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
+        self._write(f"\n{title}\n{wrapped_table(table, terminal_width())}\n")
         columns = list(table[0])
         data = [[row.get(column) for column in columns] for row in table]
         self._tracker.call("log_table", name="samples", columns=columns, rows=data, step=step)

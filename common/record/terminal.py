@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import shutil
 import sys
 import textwrap
 import time
@@ -16,6 +17,7 @@ NOT_MEASURED = "\N{EN DASH}"
 LINE_BREAK = re.compile(r"\r\n|[\n\v\f\r\x85\u2028\u2029]")
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 MIN_TEXT_WIDTH = 12  # characters below which a wrapped column is no longer read
+MAX_CELL_WIDTH = 30  # characters of a line in a cell of `stacked_tables`
 
 
 def format_number(value: float) -> str:
@@ -43,6 +45,11 @@ def format_cell(value: Any) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def terminal_width() -> int:
+    """Characters of a line in the terminal; 80 where there is none, as in a log file."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """An aligned Markdown table: first column to the left, the others to the right.
 
@@ -56,6 +63,36 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join(f"| {' | '.join(row)} |" for row in aligned)
 
 
+def stacked_tables(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], width: int, num_keys: int
+) -> str:
+    """A table, in several one below another where it is wider than `width`.
+
+    Each has the first `num_keys` columns, to the left, and some of the others, to the right. Long
+    cells wrap inside their column, and heads before a bracket.
+    """
+    table = [[format_cell(cell) for cell in row] for row in [headers, *rows]]
+    table[0] = [head.replace(" [", "\n[") for head in table[0]]
+    columns = [
+        [_folded(cell, MAX_CELL_WIDTH) for cell in column] for column in zip(*table, strict=True)
+    ]
+    sizes = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    groups: list[list[int]] = [[]]  # columns of each table, without the keys
+    room = width - sum(2 + size for size in sizes[:num_keys])
+    for i in range(num_keys, len(sizes)):
+        if groups[-1] and sum(2 + sizes[j] for j in [*groups[-1], i]) > room + 2:
+            groups.append([])
+        groups[-1].append(i)
+    keys = [(column, "left") for column in columns[:num_keys]]
+    tables = ([*keys, *((columns[i], "right") for i in group)] for group in groups)
+    return "\n\n".join(_grid(each, width) for each in tables)
+
+
+def _folded(text: str, width: int) -> str:
+    """Text in lines of at most `width` characters."""
+    return "\n".join("\n".join(textwrap.wrap(line, width)) for line in text.split("\n"))
+
+
 def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4) -> str:
     """A table at most `width` wide where long texts wrap inside their column.
 
@@ -64,10 +101,6 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
     than `max_lines` lines loses its beginning, any other text its end: of a prompt, the cue at the
     end is what matters.
     """
-    from rich.box import Box
-    from rich.console import Console
-    from rich.table import Table
-
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[format_cell(row.get(column)) for column in columns] for row in rows]
     heads = [format_cell(column).replace("/", "/\n") for column in columns]
@@ -78,15 +111,28 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
     narrow = [length for length in longest if length <= MIN_TEXT_WIDTH]
     free = width - 2 * (len(columns) - 1) - sum(narrow)
     room = max(MIN_TEXT_WIDTH, free // max(1, len(columns) - len(narrow)))  # of a wide column
+    texts = []
+    for column, head, *texts_of_rows in zip(columns, heads, *cells, strict=True):
+        is_number = all(isinstance(row.get(column), int | float | None) for row in rows)
+        lines = (textwrap.wrap(text.strip(), room) for text in texts_of_rows)
+        is_prompt = column.startswith("prompt")
+        shown = ["\n".join(_cut(each, max_lines, is_prompt)) for each in lines]
+        texts.append(([_folded(head, room), *shown], "right" if is_number else "left"))
+    return _grid(texts, width)
+
+
+def _grid(columns: Sequence[tuple[Sequence[str], Any]], width: int) -> str:
+    """Columns as text with a rule below their heads: head and cells of each, and their side."""
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+
     rule_below_head = Box("    \n    \n -- \n" + 5 * "    \n", ascii=True)
     table = Table(box=rule_below_head, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for column, head in zip(columns, heads, strict=True):
-        is_number = all(isinstance(row.get(column), int | float | None) for row in rows)
-        side: Any = "right" if is_number else "left"
-        table.add_column(head, justify=side, max_width=room)
-    for row in cells:
-        texts = zip(columns, (textwrap.wrap(cell.strip(), room) for cell in row), strict=True)
-        table.add_row(*("\n".join(_cut(t, max_lines, n.startswith("prompt"))) for n, t in texts))
+    for (head, *_), side in columns:
+        table.add_column(head, justify=side)
+    for row in zip(*(cells for (_, *cells), _ in columns), strict=True):
+        table.add_row(*row)
     file = io.StringIO()
     Console(file=file, width=width, color_system=None, markup=False, emoji=False).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())

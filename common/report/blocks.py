@@ -16,7 +16,7 @@ class Table:
     caption: str = ""
 
     def __str__(self) -> str:
-        """The table for a terminal, which is Markdown too."""
+        """The table as Markdown."""
         return markdown_table(self.headers, self.rows)
 
 

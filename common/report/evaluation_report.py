@@ -1,5 +1,6 @@
 """The systems' table, the text for the terminal and the report of an evaluation."""
 
+import textwrap
 from collections.abc import Mapping
 from itertools import compress
 from pathlib import Path
@@ -9,12 +10,12 @@ from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
 from common.evaluation.records import BASELINES, Results
 from common.record.run_folder import METRICS, folder_of_run, short_path
-from common.record.terminal import NOT_MEASURED
+from common.record.terminal import NOT_MEASURED, stacked_tables, terminal_width
 from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.figures import held_out, main_reward, reward_functions, summary_figures
-from common.report.page import run_facts, write_page
+from common.report.page import numeric, run_facts, write_page
 from common.report.plots import system_colours
 
 PAIR_NOTES = """\
@@ -72,14 +73,22 @@ def number_cell(value: float | None, digits: int, *, scale: float = 1) -> str:
 
 
 def terminal_text(results: Results, verbose: bool) -> str:
-    """The systems' table and its conclusions; if verbose the other tables of the report too."""
-    others: list[Section | Table] = []
+    """The systems' table and its conclusions; if verbose the other tables of the report too.
+
+    No line is longer than the terminal's: a wider table becomes several.
+    """
+    others: list[Any] = []
     if verbose and results.comparison:
-        others += tables.comparison_sections(results.comparison)
+        others += [s.blocks[0] for s in tables.comparison_sections(results.comparison)]
     if verbose:
         others += tables.generation_tables(results)
-    shown = [str(other.blocks[0] if isinstance(other, Section) else other) for other in others]
-    return "\n\n".join([str(systems_table(results)), conclusions(results), *shown])
+    width = terminal_width()
+    first, *shown = (
+        stacked_tables(table.headers, table.rows, width, [*numeric(table), True].index(True))
+        for table in [systems_table(results), *others]
+    )
+    lines = [textwrap.fill(line, width) for line in conclusions(results).splitlines()]
+    return "\n\n".join([first, "\n".join(lines), *shown])
 
 
 def conclusions(results: Results) -> str:

@@ -76,7 +76,7 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
         "seed": str(config.seed),
         "commit": commit[:10] + (", with changes" if changed else ""),
         "settings": ", ".join(f"{name} {value}" for name, value in settings.items()),
-        "not the run's": ", ".join(
+        "changed for the page": ", ".join(
             f"{name} {here!r} (run: {its!r})" for name, (here, its) in values.items() if here != its
         ),
     }

@@ -235,7 +235,9 @@ def test_a_run_without_further_candidates_is_shown_without_rejection_sampling(fo
     page = data(text)
     assert page["settings"].items() >= {"num_candidates": 3, "num_generations": 3}.items()
     assert [len(page[level]) for level in ("prompts", "completions")] == [1, 3]
-    assert page["facts"]["not the run's"].startswith("warmup_steps 0 (run: 7), num_train_rows 64")
+    assert page["facts"]["changed for the page"].startswith(
+        "warmup_steps 0 (run: 7), num_train_rows 64"
+    )
     assert not {"kept", "key", "draw"} & page["quantities"].keys()
     assert "rejection" not in text.lower()
 

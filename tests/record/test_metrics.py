@@ -134,6 +134,20 @@ def test_a_step_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture
     assert line in capsys.readouterr().out
 
 
+def test_a_line_of_a_step_fits_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    run = logger(tmp_path)
+    values = {name: 1.25e-5 for name in CONSOLE if name not in PREFIXES}
+    run.log(10, values | {f"reward/{'a-long-name-' * 8}": 0.5})
+    run.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = "".join(lines).replace("    ", " ")
+    assert all(f"{name} 1.3e-05" in text for name in values)
+
+
 def test_values_that_json_lacks_are_null(tmp_path: Path) -> None:
     run = logger(tmp_path)
     run.log(1, {"loss": math.nan, "grad_norm": math.inf, "kl": 0.0})

@@ -309,8 +309,9 @@ def test_a_curve_is_not_hidden_by_a_legend_or_a_label_of_half_a_step() -> None:
 
 
 def test_the_terminal_shows_the_systems_and_what_they_show_and_details_if_asked(
-    results: Results,
+    results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     rate = {"judge": "gold", "low": 0.5, "high": 0.75, "length_controlled": None}
     rate |= {f"num_{name}": 1 for name in ("wins", "ties", "losses", "not_judged")}
     rate |= {"length_difference": 0.0}
@@ -321,8 +322,10 @@ def test_the_terminal_shows_the_systems_and_what_they_show_and_details_if_asked(
     systems = [{"name": name, "accuracy": {"accuracy": value}} for name, value in compared]
     results.comparison = {"systems": systems, "differences": []}
     text = evaluation_report.terminal_text(results, verbose=False)
-    assert text.startswith(str(systems_table(results)))
-    assert text.removeprefix(str(systems_table(results))).strip().splitlines() == [
+    table, said = text.split("\n\n")
+    cells = systems_table(results).rows
+    assert [line.split() for line in table.splitlines()[3:]] == [" ".join(c).split() for c in cells]
+    assert said.splitlines() == [
         "Held-out, 200 preference pairs; intervals are 95%.",
         "Accuracy is highest for Reward model, 81.2% "
         "(best baseline: longer wins and shorter wins, 60.0%). "
@@ -335,6 +338,26 @@ def test_the_terminal_shows_the_systems_and_what_they_show_and_details_if_asked(
     assert long.startswith(text)
     assert "tokens longer" in long
     assert "tokens longer" not in text
+
+
+@pytest.mark.parametrize("columns", ["", "80", "62"])
+def test_no_line_of_the_terminal_is_longer_than_it(
+    results: Results, columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a terminal 80; a wide table becomes several, each with the names of its rows."""
+    monkeypatch.setenv("COLUMNS", columns)
+    name = "output/a quite long name of an experiment/grpo-beta-0.05-seed-17"
+    reward = {"regex:" + "x" * 40: {"mean": -12.5, "low": -13.5, "high": -11.5}}
+    results.systems += [system(name, rewards=reward), system("sft")]
+    results.systems[-1]["reward"] = {"mean": -0.06, "low": -0.29, "high": 0.19}
+    lines = evaluation_report.terminal_text(results, verbose=False).splitlines()
+    assert 56 < max(map(len, lines)) <= int(columns or 80)
+    num_tables = sum(set(line) == {"-"} for line in lines)
+    assert num_tables > 2
+    assert sum(line.startswith("sft  ") for line in lines) == num_tables
+    of_long_name, others = systems_table(results).rows[2], systems_table(results).rows[::3]
+    for cell in {*of_long_name[1:5], *(cell for row in others for cell in row)}:
+        assert cell in "\n".join(lines), cell
 
 
 # --- wandb ---
