@@ -8,8 +8,9 @@ slips through is inert too.
 
 import base64
 import hashlib
+import io
+import json
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from common.record.run_folder import ENVIRONMENT, read_config
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.blocks import Block, SampleBrowser, Section, Table
+from common.report.plots import PANEL_BOXES
 
 FOLDER = Path(__file__).parent
 NUMBER = re.compile(r"^([\[(]|[<>] )?[-+\u2212]?[\d,]*\.?\d")  # an interval, seeds, a bound too
 INTERVAL = re.compile(r"\s*(\[[^\[\]]*\])$")
 SAFE_LINK = re.compile(r"^(https?://|(?!//)[\w.#/%-]+$)")  # //host leads to another site
-WIDE = 1.8  # a picture this many times as wide as high keeps a readable size on a phone
-PANEL = 750  # pixels; narrower pictures stand side by side where there is room
+# Pixels; narrower pictures stand side by side where there is room, others scroll on a phone
+PANEL = 750
 
 
 def write_page(
@@ -94,7 +96,7 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         "muted": lambda cell: Markup(INTERVAL.sub(muted, str(escape(cell)))),
         "numeric": numeric,
         "paragraphs": lambda text: Markup(small.render(text)),
-        "png": png,
+        "pngs": pngs,
         "slug": slug,
     }
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
@@ -125,13 +127,20 @@ def numeric(table: Table) -> list[bool]:
     ]
 
 
-def png(path: Path) -> dict[str, Any]:
-    """A picture as text, with its size in pixels."""
-    data = path.read_bytes()
-    width, height = struct.unpack(">II", data[16:24])  # the first chunk of a PNG
-    source = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    size = {"width": width, "height": height, "is_wide": width > WIDE * height}
-    return {"source": source, **size, "is_panel": width < PANEL}
+def pngs(path: Path) -> list[dict[str, Any]]:
+    """A picture, or each of its panels, as text with its size in pixels."""
+    from PIL import Image
+
+    shown = []
+    with Image.open(path) as image:
+        boxes = json.loads(image.info.get(PANEL_BOXES, "[]")) or [(0, 0, *image.size)]
+        for left, top, right, bottom in boxes:
+            file = io.BytesIO()
+            image.crop((left, top, right, bottom)).save(file, "PNG")
+            source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+            size = {"width": int(right - left), "height": int(bottom - top)}
+            shown.append({"source": source, **size, "is_wide": right - left >= PANEL})
+    return shown
 
 
 def coloured_by(block: SampleBrowser) -> list[str]:

@@ -1,5 +1,6 @@
 """Figures and the report show what was recorded: the right numbers, in files that can be read."""
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from common.evaluation.records import BASELINES, Generation, PromptRecord, Resul
 from common.record.glossary import METRICS, PREFIXES
 from common.report import evaluation_report, figures, plots
 from common.report.evaluation_report import systems_table, write_report
+from common.report.page import PANEL, pngs
 from common.report.plots import (
     PANELS,
     Line,
@@ -107,6 +109,24 @@ def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
     height, width, _ = pixels(picture).shape
     assert width > height > 200  # two panels in a row
     assert 0.01 < ink(picture) < 0.5
+
+
+def test_every_panel_of_a_picture_is_found_again(tmp_path: Path) -> None:
+    run_dir = record(tmp_path / "run", [{"step": s, "loss": 1, "a": 2, "b": 3} for s in (1, 2)])
+    plot_run(run_dir)
+    picture = run_dir / "plots" / "curves.png"
+    dark = (pixels(picture) < 128).any(-1)
+    with Image.open(picture) as image:
+        boxes = json.loads(image.info[plots.PANEL_BOXES])
+    for left, top, right, bottom in (map(int, box) for box in boxes):
+        assert not dark[top:bottom, [left, right - 1]].any()  # nothing is cut
+        assert not dark[[top, bottom - 1], left:right].any()
+        assert dark[top:bottom, left:right].sum() > 500
+        dark[top:bottom, left:right] = False
+    title_ends = min(int(top) for _, top, _, _ in boxes)
+    assert dark[:title_ends].any()
+    assert not dark[title_ends:].any()
+    assert [page["width"] < PANEL for page in pngs(picture)] == [True] * 3
 
 
 def test_nothing_recorded_is_no_picture(tmp_path: Path) -> None:
