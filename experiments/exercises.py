@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from common.errors import UserError
 from common.record.run_folder import read_metrics
 from common.record.terminal import format_number
 from experiments.stages import ROOT, exit_with_status, inputs, read_mark, write_mark
@@ -100,6 +101,10 @@ def main() -> None:
     flags = parser.parse_args()
     if not set(flags.numbers) <= set(every):
         parser.error(f"the exercises are {every[0]} to {every[-1]}")
+    for stage in ("sft", "reward"):
+        if not (flags.models / stage / "model").is_dir():
+            lacking = f"--models is {flags.models}, which has no {stage}/model"
+            raise UserError(f"{lacking}; `make demo` writes it to output/demo.")
     print("| exercise | metric | before | after |\n|---|---|---|---|", flush=True)
     for number in flags.numbers or every:
         one = EXERCISES[number - 1]

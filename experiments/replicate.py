@@ -94,7 +94,8 @@ class ReplicateConfig:
         """Refuse what cannot be replicated."""
         check_fields(self)
         if not self.recipe or not (RECIPES / self.recipe).is_dir():
-            known = sorted(path.parent.name for path in RECIPES.glob("*/grpo.yaml"))
+            stages = [path for stage in CHAIN for path in RECIPES.glob(f"*/{stage}.yaml")]
+            known = sorted({path.parent.name for path in stages})
             raise UserError(f"--recipe is {self.recipe!r}; it must be one of {', '.join(known)}.")
         if len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"--seeds is {self.seeds}; it must be one or more distinct numbers.")

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from common.config.parser import parse
+from common.errors import UserError
 from common.record.glossary import METRICS
 from experiments import exercises
 from experiments.exercises import COMMANDS, EXERCISES, ROOT, Exercise
@@ -64,6 +65,10 @@ def test_a_change_is_made_in_a_copy_and_its_last_values_are_kept(tmp_path, monke
     monkeypatch.setattr(exercises, "COMMANDS", {"stage": "stage.py"})
     words = ["--models", str(tmp_path), "--output_dir", str(tmp_path / "kept")]
     monkeypatch.setattr(sys, "argv", ["exercises", *words])
+    for name in ("sft", "reward"):
+        with pytest.raises(UserError, match=f"which has no {name}/model; `make demo` writes it"):
+            exercises.main()
+        (tmp_path / name / "model").mkdir(parents=True)
     exercises.main()
     assert capsys.readouterr().out.splitlines()[2:] == ["| 1 | `loss` | 4 | 10 |"]
     assert json.loads((tmp_path / "kept" / "1.json").read_text())["loss"] == 10

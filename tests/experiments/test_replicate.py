@@ -136,7 +136,7 @@ def test_a_recipe_of_downloaded_data_runs_on_local_rows_of_its_schema(folder, ma
 
 def test_what_cannot_be_is_refused(folder):
     for arguments, told in (
-        ([], "--recipe is ''; it must be one of count, demo"),
+        ([], "--recipe is ''; it must be one of count, demo, distillation, film, gsm8k"),
         (["--recipe", "demo", "--seeds", "1", "1"], "must be one or more distinct numbers"),
         (["--recipe", "demo", "--overrides", "max_step=3"], "did you mean max_steps?"),
         (["--recipe", "demo", "--overrides", "sft.num_prompts=3"], "must be flag=value or"),
