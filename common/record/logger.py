@@ -5,7 +5,6 @@ and evaluations are separate lines. A name outside `common/record/glossary.py` g
 """
 
 import sys
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,17 +15,10 @@ from tqdm import tqdm
 from common.config.stages import TrainConfig
 from common.distributed import is_rank0, peak_memory_gb, world_size
 from common.errors import UserError
-from common.record import output_lock, run_folder
+from common.record import output_lock, run_folder, terminal
 from common.record.glossary import CONSOLE, POSTFIX, is_defined, recorded
 from common.record.jsonl import json_line, write_atomically
 from common.record.metrics import Accumulator
-from common.record.terminal import (
-    format_number,
-    progress_bar,
-    show_status,
-    terminal_width,
-    wrapped_table,
-)
 from common.record.tracking import Tracker
 from common.shutdown.failures import note_step
 
@@ -67,7 +59,7 @@ class RunLogger:
         }
         self._tracker = Tracker(config, start_step)
         self._undefined: set[str] = set()  # metrics that a warning has named
-        self._bar = progress_bar(self.stage, total_steps, start_step)
+        self._bar = terminal.progress_bar(self.stage, total_steps, start_step)
 
     def log_training(self, step: int, metrics: Accumulator) -> None:
         """Reduce and record what was added since the last call, with time and memory. Collective.
@@ -99,15 +91,13 @@ class RunLogger:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
         self._append(run_folder.METRICS, {"step": step, **values})
         self._tracker.call("log", values={"step": step, **values})
-        texts = {name: format_number(value) for name, value in values.items()}
+        texts = {name: terminal.format_number(value) for name, value in values.items()}
         shown = [f"{name}\xa0{texts[name]}" for name in recorded([texts], CONSOLE)]
         postfix = {name: texts[name] for name in POSTFIX if name in texts}
         if postfix:  # an evaluation between two logs leaves the last training loss in the bar
             self._bar.set_postfix(postfix, refresh=False)
         line = f"{self.stage} step {step}/{self.total_steps}: {', '.join(shown)}"
-        width = terminal_width()
-        text = textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False)
-        self._write(text.replace("\xa0", " "))
+        self._write(terminal.folded(line, terminal.line_width(), "    ").replace("\xa0", " "))
         self._mark = time.monotonic()
 
     def status(self, text: str) -> None:
@@ -116,7 +106,7 @@ class RunLogger:
         It is cheap enough for every token: the bar limits how often it redraws.
         """
         if self._active:
-            show_status(self._bar, f"{self.stage}: {text}" if text else self.stage)
+            terminal.show_status(self._bar, f"{self.stage}: {text}" if text else self.stage)
 
     def update(self, step: int) -> None:
         """End a step: move the bar, and add the time since the last call to the step's time.
@@ -147,7 +137,7 @@ class RunLogger:
         few = rows if shown is None else shown
         table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in few]
         title = f"{self.stage} samples at step {step}/{self.total_steps}"
-        self._write(f"\n{title}\n{wrapped_table(table, terminal_width())}\n")
+        self._write(f"\n{title}\n{terminal.wrapped_table(table, terminal.line_width())}\n")
         columns = list(table[0])
         data = [[row.get(column) for column in columns] for row in table]
         self._tracker.call("log_table", name="samples", columns=columns, rows=data, step=step)

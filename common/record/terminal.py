@@ -45,7 +45,7 @@ def format_cell(value: Any) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def terminal_width() -> int:
+def line_width() -> int:
     """Characters of a line in the terminal; 80 where there is none, as in a log file."""
     return shutil.get_terminal_size((80, 24)).columns
 
@@ -63,34 +63,33 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join(f"| {' | '.join(row)} |" for row in aligned)
 
 
-def stacked_tables(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], width: int, num_keys: int
-) -> str:
-    """A table, in several one below another where it is wider than `width`.
+def stacked_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int) -> str:
+    """A table, in several one below another where it is wider than the terminal.
 
     Each has the first `num_keys` columns, to the left, and some of the others, to the right. Long
     cells wrap inside their column, and heads before a bracket.
     """
-    table = [[format_cell(cell) for cell in row] for row in [headers, *rows]]
-    table[0] = [head.replace(" [", "\n[") for head in table[0]]
+    heads = [head.replace(" [", "\n[") for head in map(format_cell, headers)]
     columns = [
-        [_folded(cell, MAX_CELL_WIDTH) for cell in column] for column in zip(*table, strict=True)
+        [folded(text, MAX_CELL_WIDTH) for text in [head, *map(format_cell, cells)]]
+        for head, *cells in zip(heads, *rows, strict=True)
     ]
     sizes = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    room = line_width() - sum(2 + size for size in sizes[:num_keys])
     groups: list[list[int]] = [[]]  # columns of each table, without the keys
-    room = width - sum(2 + size for size in sizes[:num_keys])
     for i in range(num_keys, len(sizes)):
         if groups[-1] and sum(2 + sizes[j] for j in [*groups[-1], i]) > room + 2:
             groups.append([])
         groups[-1].append(i)
     keys = [(column, "left") for column in columns[:num_keys]]
     tables = ([*keys, *((columns[i], "right") for i in group)] for group in groups)
-    return "\n\n".join(_grid(each, width) for each in tables)
+    return "\n\n".join(_grid(each, line_width()) for each in tables)
 
 
-def _folded(text: str, width: int) -> str:
-    """Text in lines of at most `width` characters."""
-    return "\n".join("\n".join(textwrap.wrap(line, width)) for line in text.split("\n"))
+def folded(text: str, width: int, indent: str = "") -> str:
+    """Text with lines of at most `width` characters; `indent` begins those that go on."""
+    lines = text.split("\n")
+    return "\n".join(textwrap.fill(line, width, subsequent_indent=indent) for line in lines)
 
 
 def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4) -> str:
@@ -117,7 +116,7 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
         lines = (textwrap.wrap(text.strip(), room) for text in texts_of_rows)
         is_prompt = column.startswith("prompt")
         shown = ["\n".join(_cut(each, max_lines, is_prompt)) for each in lines]
-        texts.append(([_folded(head, room), *shown], "right" if is_number else "left"))
+        texts.append(([folded(head, room), *shown], "right" if is_number else "left"))
     return _grid(texts, width)
 
 

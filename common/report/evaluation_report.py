@@ -1,6 +1,5 @@
 """The systems' table, the text for the terminal and the report of an evaluation."""
 
-import textwrap
 from collections.abc import Mapping
 from itertools import compress
 from pathlib import Path
@@ -10,7 +9,7 @@ from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
 from common.evaluation.records import BASELINES, Results
 from common.record.run_folder import METRICS, folder_of_run, short_path
-from common.record.terminal import NOT_MEASURED, stacked_tables, terminal_width
+from common.record.terminal import NOT_MEASURED, folded, line_width, stacked_tables
 from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
@@ -77,18 +76,14 @@ def terminal_text(results: Results, verbose: bool) -> str:
 
     No line is longer than the terminal's: a wider table becomes several.
     """
-    others: list[Any] = []
+    shown: list[Any] = [systems_table(results)]
     if verbose and results.comparison:
-        others += [s.blocks[0] for s in tables.comparison_sections(results.comparison)]
+        shown += [section.blocks[0] for section in tables.comparison_sections(results.comparison)]
     if verbose:
-        others += tables.generation_tables(results)
-    width = terminal_width()
-    first, *shown = (
-        stacked_tables(table.headers, table.rows, width, [*numeric(table), True].index(True))
-        for table in [systems_table(results), *others]
-    )
-    lines = [textwrap.fill(line, width) for line in conclusions(results).splitlines()]
-    return "\n\n".join([first, "\n".join(lines), *shown])
+        shown += tables.generation_tables(results)
+    keys = [[*numeric(table), True].index(True) for table in shown]  # columns of names
+    texts = [stacked_tables(t.headers, t.rows, n) for t, n in zip(shown, keys, strict=True)]
+    return "\n\n".join([texts[0], folded(conclusions(results), line_width()), *texts[1:]])
 
 
 def conclusions(results: Results) -> str:

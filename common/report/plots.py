@@ -6,7 +6,7 @@ display, no global state.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -26,7 +26,7 @@ STAGES = ("reward", "sft", "dpo", "grpo")  # systems of these names have the fir
 GREY = "#666666"
 STYLE = Path(__file__).with_name("figures.mplstyle")
 DPI = 150
-PANEL_BOXES = "panels"  # in a PNG's metadata: left, top, right and bottom of each panel, in pixels
+PANEL_BOXES = "panels"  # in the metadata of a PNG
 MARK_BELOW = 8  # points; so few are shown as points
 SMOOTH_ABOVE = 60  # points; a longer curve is drawn pale with its moving mean on top
 EXACT = ("learning_rate", "peak_memory_gb", "eval_")  # beginnings: never smoothed
@@ -99,47 +99,22 @@ def style() -> Any:
     return matplotlib.style.context(STYLE)
 
 
-def save(figure: Any, path: Path, dpi: int = DPI, **metadata: str) -> Path:
-    """Write a picture, in a folder that is made if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi, metadata=metadata)
-    return path
+def save(figure: Any, path: Path, dpi: int = DPI, *, by_panel: bool = False) -> Path:
+    """Write a picture, in a folder that is made if it is not there.
 
-
-def save_panels(
-    title: str,
-    panels: Sequence[Any],
-    draw: Callable[[Any, Any], None],
-    path: Path,
-    *,
-    num_columns: int = 3,
-    width: float = 4,
-    dpi: int = DPI,
-) -> Path:
-    """Write a picture of panels in columns, of which a page shows each panel by itself.
-
-    `draw` draws a panel, any object, on its axes. The width is that of a panel in inches.
+    If `by_panel`, it holds the boxes of its panels, and a page shows each by itself.
     """
-    num_columns = min(num_columns, len(panels))
-    num_rows = math.ceil(len(panels) / num_columns)
-    with style():
-        figure = titled_figure(title, width * num_columns, 2.7 * num_rows + 0.7)
-        every = [figure.add_subplot(num_rows, num_columns, i + 1) for i in range(len(panels))]
-        for axes, panel in zip(every, panels, strict=True):
-            draw(axes, panel)
-        if num_columns == 1:
-            return save(figure, path, dpi)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    boxes = []  # left, top, right and bottom in pixels
+    if by_panel:
         figure.get_layout_engine().execute(figure)
-        figure.set_layout_engine("none")  # or it would be laid out again
+        figure.set_layout_engine("none")  # it is not laid out again
         scale, high = dpi / figure.dpi, figure.bbox.height
-        extents = [axes.get_tightbbox().padded(figure.dpi / 20).extents for axes in every]
-        boxes = [[x0, high - y1, x1, high - y0] for x0, y0, x1, y1 in extents]
-        return save(
-            figure,
-            path,
-            dpi,
-            **{PANEL_BOXES: json.dumps((scale * np.array(boxes)).round().tolist())},
-        )
+        for axes in figure.axes:
+            left, low, right, top = axes.get_tightbbox().padded(figure.dpi / 20).extents
+            boxes.append([round(scale * end) for end in (left, high - top, right, high - low)])
+    figure.savefig(path, dpi=dpi, metadata={PANEL_BOXES: json.dumps(boxes)} if boxes else None)
+    return path
 
 
 def titled_figure(title: str, width: float, height: float) -> Any:
@@ -235,10 +210,13 @@ def plot_run(output_dir: str | Path) -> list[Path]:
     colours = sorted(COLOURS, key=lambda colour: colour != colour_of_run)  # the run's first
     note = " (bold: moving mean)" if len(records) > SMOOTH_ABOVE else ""
     title = f"Training curves of {name}{note}"
-
-    def draw(axes: Any, panel: Panel) -> None:
-        draw_panel(axes, panel, colours)
-        if len(panel.lines) > 1:
-            draw_legend(axes)
-
-    return [save_panels(title, panels, draw, output_dir / "plots" / "curves.png")]
+    num_columns = min(3, len(panels))
+    num_rows = math.ceil(len(panels) / num_columns)
+    with style():
+        figure = titled_figure(title, 4 * num_columns, 2.7 * num_rows + 0.5)
+        for number, panel in enumerate(panels, 1):
+            axes = figure.add_subplot(num_rows, num_columns, number)
+            draw_panel(axes, panel, colours)
+            if len(panel.lines) > 1:
+                draw_legend(axes)
+        return [save(figure, output_dir / "plots" / "curves.png", by_panel=True)]

@@ -60,9 +60,7 @@ def run_sections(runs: Mapping[str, Path]) -> list[Section]:
     for name, run in runs.items():
         picture = run / "plots" / "curves.png"
         if picture.is_file():
-            curves[name] = Picture(
-                picture, "Where a line is pale, the bold one is its moving mean."
-            )
+            curves[name] = Picture(picture, "Bold on pale: the moving mean.")
         if rows := read_jsonl(run / SAMPLES):
             browsers[name] = training_browser(rows)
     return [

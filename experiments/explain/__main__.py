@@ -67,8 +67,6 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
         () if "kept" in content["quantities"] else ("rejection_method", "rejection_temperature")
     )
     settings = {name: getattr(config, name) for name in texts["settings"] if name not in unused}
-    replaced = [word[2:].partition("=")[0] for word in (*small, *forced) if word.startswith("--")]
-    values = {name: (getattr(config, name), getattr(asked, name)) for name in replaced}
     commit, _, changed = (git_commit() or "unknown").partition("-")
     content["facts"] = {
         "command": " ".join(["python -m experiments.explain", script, *flags]),
@@ -77,7 +75,9 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
         "commit": commit[:10] + (", with changes" if changed else ""),
         "settings": ", ".join(f"{name} {value}" for name, value in settings.items()),
         "changed for the page": ", ".join(
-            f"{name} {here!r} (run: {its!r})" for name, (here, its) in values.items() if here != its
+            f"{name} {vars(config)[name]!r} (run: {value!r})"
+            for name, value in vars(asked).items()
+            if vars(config)[name] != value
         ),
     }
     content |= {name: texts[name] for name in ("title", "objective")}

@@ -1,13 +1,12 @@
 """The two pictures of over-optimisation, drawn from `results.json`."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.report.plots import GREY, save, save_panels, style, system_colours, titled_figure
+from common.report.plots import GREY, save, style, system_colours, titled_figure
 from experiments.overoptimization.curves import fit
 
 TITLES = {
@@ -46,14 +45,19 @@ def series_of(results: Results, method: str, name: str) -> np.ndarray:
     return np.array(means).reshape(len(results["seeds"]), -1)
 
 
-def draw_curves(results: Results, path: Path, num_columns: int = 2, width: float = 4) -> Path:
+def draw_curves(results: Results, path: Path, num_columns: int = 2, width: float = 8) -> Path:
     """Gains of both judges over the distance, a panel for each method."""
-    title, draw = "Gold and proxy reward over the distance", partial(draw_method, results)
-    size: dict[str, Any] = {"num_columns": num_columns, "width": width, "dpi": DPI}
-    return save_panels(title, methods_of(results), draw, path, **size)
+    methods = methods_of(results)
+    num_rows = -(-len(methods) // num_columns)
+    title = "Gold and proxy reward over the distance"
+    with style():
+        figure = titled_figure(title, width, 0.7 + 2.7 * num_rows)
+        for i, method in enumerate(methods):
+            draw_method(figure.add_subplot(num_rows, num_columns, i + 1), results, method)
+        return save(figure, path, DPI, by_panel=num_columns > 1)
 
 
-def draw_method(results: Results, axes: Any, method: str) -> None:
+def draw_method(axes: Any, results: Results, method: str) -> None:
     """One panel: seeds thin, their mean thick, gold solid, proxy dashed, the fit dotted.
 
     Every line begins at the SFT policy, whose distance and gain are 0.
