@@ -282,8 +282,9 @@ def is_there(place: Page) -> bool:
     text, name = (ROOT / place["file"]).read_text(), place["function"].rpartition(".")[2]
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     inside = [f for f in functions if f.name == name and f.lineno <= place["line"] <= f.end_lineno]
-    line = text.splitlines()[place["line"] - 1].strip()
-    return len(inside) == 1 and place["code"] in line == place["text"]
+    lines = text.splitlines()[place["line"] - 1 : place["line"]]
+    is_shown = [line.strip() for line in lines] == [place["text"]]
+    return len(inside) == 1 and is_shown and place["code"] in place["text"]
 
 
 def test_a_prompt_has_candidates_that_were_rejected_and_rewards_that_differ(page):
