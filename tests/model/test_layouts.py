@@ -79,7 +79,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_gradients_close(found: nn.Module, expected: nn.Module) -> None:
-    """Every parameter's, relative to its norm, or to 1 where that is smaller (a bias of all keys)."""
+    """Every parameter's, relative to its norm, or to 1 where that is smaller (bias of keys)."""
     found_all, expected_all = gradients(found), gradients(expected)
     tolerance = tiny.gradient_rounding(getattr(expected, "lm", expected))
     assert found_all.keys() == expected_all.keys()
