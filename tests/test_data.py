@@ -294,20 +294,13 @@ def test_a_completion_ends_in_one_stop_token(tokenizer, stop, tail):
     assert example.prompt_ids == tokenizer("p")["input_ids"]  # bos and all
 
 
-def test_a_stop_id_whose_text_is_not_its_own_token_still_ends_the_completion(plain):
-    (first,) = ids_of(plain, " sister")
-
-    class Disguised:  # decodes the stop id to a text that has another token, like SentencePiece
-        is_fast = True
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return plain(*args, **kwargs)
-
-        def decode(self, ids: list[int], **kwargs: Any) -> str:
-            return "sister" if ids == [first] else plain.decode(ids, **kwargs)
-
+def test_a_stop_id_whose_text_is_not_its_own_token_still_ends_the_completion(plain, monkeypatch):
+    """As in SentencePiece: the decoded text has another token."""
+    (first,), decode = ids_of(plain, " sister"), plain.decode
+    disguised = lambda ids, **options: "sister" if ids == [first] else decode(ids, **options)  # noqa: E731
+    monkeypatch.setattr(plain, "decode", disguised)
     rows = [{"prompt": "p", "completion": " my sister sold"}]
-    (example,), _ = tokenize(rows, Disguised(), stop=" sister")
+    (example,), _ = tokenize(rows, plain, stop=" sister")
     assert example.completions == [[*ids_of(plain, " my"), first]]
 
 
