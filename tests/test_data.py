@@ -324,7 +324,9 @@ def test_pairs_and_prompts_keep_their_order_and_columns(tokenizer):
     assert example == Example(
         0, "p", tokenizer("p")["input_ids"], [], {k: row[k] for k in list(row)[1:]}
     )
-    assert report.lengths["completion"] == [0] * 5
+    assert report.quantiles("completion") == [0] * 5
+    with pytest.raises(UserError, match="1 empty prompt"):
+        tokenize([{**row, "prompt": ""}], tokenizer, kind="prompts")
 
 
 def test_ids_are_those_of_each_text_alone_whatever_the_chunk(tokenizer):
@@ -359,8 +361,8 @@ def test_losses_are_counted_and_rows_keep_their_numbers(plain):
     assert report.dropped == expected
     assert report.num_completions_truncated == 1
     longest = len(ids_of(plain, long_title))
-    assert report.lengths["prompt"] == [1, *[longest] * 4]  # of six rows, the empty one left out
-    assert report.lengths["completion"] == [2, 5, 6, 6, 6]  # 2 2 2 2, 2 2, 5 6, 2 2, 5 2
+    assert report.quantiles("prompt") == [1, *[longest] * 4]  # of six rows, the empty one left out
+    assert report.quantiles("completion") == [2, 5, 6, 6, 6]  # 2 2 2 2, 2 2, 5 6, 2 2, 5 2
     with pytest.raises(UserError) as caught:
         tokenize(rows, plain, kind="preference", max_dropped_fraction=0.5, **limits)
     assert str(caught.value) == (

@@ -1,7 +1,7 @@
 """Progress and losses while a split is read: a bar, and a report."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -33,7 +33,8 @@ class DataReport:
     num_completions_truncated: int = 0  # they end without a stop token
     num_boundary_merges: int = 0
     num_boundaries_checked: int = 0
-    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)  # at PERCENT, before the cut
+    # Before the cut, also of dropped rows that are not empty
+    lengths: dict[str, list[int]] = field(default_factory=lambda: {"prompt": [], "completion": []})
     num_conversations: int = 0  # if rows are their answers
 
     @property
@@ -46,6 +47,11 @@ class DataReport:
         """The reasons for dropping rows, as `2 empty completion, 1 identical pair`."""
         return ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
 
+    def quantiles(self, noun: str) -> list[int]:
+        """The smallest length that each share of PERCENT does not exceed."""
+        ordered = sorted(self.lengths[noun]) or [0]
+        return [ordered[-(-len(ordered) * percent // 100) - 1] for percent in PERCENT]
+
     def __str__(self) -> str:
         """Lines to print."""
         dropped = f" ({self.drop_counts})" if self.num_dropped else ""
@@ -54,9 +60,8 @@ class DataReport:
             f"truncated {self.num_prompts_truncated} prompts and "
             f"{self.num_completions_truncated} completions",
         ]
-        percent, prompt, completion = (
-            "/".join(map(str, numbers)) for numbers in (PERCENT, *self.lengths.values())
-        )
+        numbers = (PERCENT, self.quantiles("prompt"), self.quantiles("completion"))
+        percent, prompt, completion = ("/".join(map(str, row)) for row in numbers)
         lines.append(f"  tokens before the cut at {percent} %: prompt {prompt}")
         if self.num_boundaries_checked:
             lines[-1] += (
@@ -64,7 +69,7 @@ class DataReport:
                 f"{self.num_boundaries_checked} would merge across the boundary"
             )
         for noun, limit in self.limits.items():
-            if (needed := self.lengths[noun][PERCENT.index(95)]) > limit:
+            if (needed := self.quantiles(noun)[PERCENT.index(95)]) > limit:
                 lines.append(f"  --max_{noun}_length {needed} would keep 95 % whole, it is {limit}")
         if 2 * self.num_completions_truncated > self.num_completions:
             lines.append(

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def read_file(path: Path) -> Iterator[RawRow]:
             import pyarrow.parquet  # type: ignore[import-untyped]
 
             file = pyarrow.parquet.ParquetFile(path)
-            _once((name, None) for name in file.schema_arrow.names)
+            _once([(name, None) for name in file.schema_arrow.names])
             for batch in file.iter_batches():
                 yield from rows_of_table(batch)
             return
@@ -134,14 +134,12 @@ def rows_of_table(table: Any) -> list[RawRow]:
     return [row | features.decode_example({key: row[key] for key in features}) for row in rows]
 
 
-def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """The pairs as a dict; a ValueError for a name that is there twice, of which one would go."""
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise ValueError(f"the name {name!r} is there twice")
-        result[name] = value
-    return result
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the name {max(names, key=names.count)!r} is there twice")
+    return dict(pairs)
 
 
 def _json_rows(stream: Any, file: str) -> Iterator[RawRow]:

@@ -15,7 +15,7 @@ from common.config.stages import CommonConfig
 from common.errors import UserError
 from common.text import shared_rows
 from common.text.chat import render
-from common.text.data_report import PERCENT, DataReport, progress
+from common.text.data_report import DataReport, progress
 from common.text.example import Example, Vocabulary
 from common.text.reading import load_rows
 from common.text.rows import Row
@@ -112,7 +112,6 @@ def tokenize_rows(
         raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
     limits = {"prompt": config.max_prompt_length, "completion": config.max_completion_length}
     report = DataReport(split, len(rows), limits)
-    lengths: dict[str, list[int]] = {"prompt": [], "completion": []}
     examples: list[Example] = []
     boundaries: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
     remaining = progress(rows, "tokenising", len(rows))
@@ -124,12 +123,13 @@ def tokenize_rows(
             completions = list(islice(encoded, len(row.completions)))
             reason = _drop_reason(row, prompt, completions)
             if not reason.startswith("empty"):
-                lengths["prompt"].append(prompt.num_tokens)
-                lengths["completion"] += [text.num_tokens for text in completions]
+                report.lengths["prompt"].append(prompt.num_tokens)
+                report.lengths["completion"] += [text.num_tokens for text in completions]
             if reason:
                 report.dropped[reason] += 1
                 report.first_dropped = report.first_dropped or row.number + 1
                 continue
+            report.num_completions += len(completions)
             report.num_prompts_truncated += prompt.is_truncated
             report.num_completions_truncated += sum(text.is_truncated for text in completions)
             examples.append(
@@ -145,8 +145,6 @@ def tokenize_rows(
             )
             boundaries.append([(prompt.text, completion.text) for completion in completions])
     report.num_kept = len(examples)
-    report.num_completions = sum(len(example.completions) for example in examples)
-    report.lengths = {noun: _quantiles(lengths[noun]) for noun in lengths}
     every = -(-len(boundaries) // MERGE_SAMPLE) or 1
     sample = [boundary for of_row in boundaries[::every] for boundary in of_row]
     report.num_boundaries_checked = len(sample)
@@ -222,12 +220,12 @@ def tokenize_completions(
 
 def _drop_reason(row: Row, prompt: _Text, completions: Sequence[_Text]) -> str:
     """The reason to drop a row, empty if there is none."""
-    if prompt.is_truncated and not prompt.ids:
+    if not prompt.text.strip():
+        return "empty prompt"
+    if not prompt.ids:
         return "prompt over max_prompt_length"
     if row.is_partial:
         return "answer left out in part by the chat template"
-    if not prompt.text.strip():
-        return "empty prompt"
     if any(not completion.text.strip() for completion in completions):
         return "empty completion"
     if len(completions) == 2 and completions[0].ids == completions[1].ids:
@@ -245,9 +243,3 @@ def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> i
     completions = encode([completion for _, completion in pairs], tokenizer)
     joint = encode([prompt + completion for prompt, completion in pairs], tokenizer)
     return sum(p + c != j for p, c, j in zip(prompts, completions, joint, strict=True))
-
-
-def _quantiles(lengths: Sequence[int]) -> list[int]:
-    """The smallest length that each share of `data_report.PERCENT` does not exceed."""
-    ordered = sorted(lengths) or [0]
-    return [ordered[-(-len(ordered) * percent // 100) - 1] for percent in PERCENT]
