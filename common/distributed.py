@@ -7,9 +7,11 @@ import os
 import random
 import resource
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -222,6 +224,52 @@ def print_rank0(text: object) -> None:
     """`print` on rank 0, flushed; silent elsewhere."""
     if is_rank0():
         print(text, flush=True)
+
+
+def progress_bar(
+    description: str, total: int | None, initial: int = 0, *, unit: str = "step", items: Any = None
+) -> Any:
+    """A tqdm bar on stderr of rank 0; without a terminal it prints a line every 30 seconds instead.
+
+    A bar with another unit than steps is inside a run and disappears at its end. As an iterator it
+    gives and counts the `items`, and appears once they take seconds.
+    """
+    from tqdm import tqdm
+
+    def write_line(text: str) -> None:
+        if text := text.strip("\r\n "):
+            sys.stderr.write(text + "\n")
+
+    interactive = sys.stderr.isatty()
+    lines: Any = SimpleNamespace(write=write_line, flush=sys.stderr.flush)  # nothing is redrawn
+    bar = tqdm(
+        iterable=items,
+        total=total,
+        initial=initial,
+        desc=description,
+        unit=f" {unit}",
+        file=sys.stderr if interactive else lines,
+        dynamic_ncols=interactive,
+        ascii=None if interactive else True,
+        miniters=1,
+        mininterval=0.2 if interactive else 30.0,
+        delay=(0.0 if items is None else 2.0) if interactive else 30.0,
+        smoothing=0.1,
+        unit_scale=unit == "row",
+        leave=unit == "step",
+        disable=not is_rank0(),
+    )
+    bar.shown_at = time.monotonic()  # for `show_status`
+    return bar
+
+
+def show_status(bar: Any, text: str) -> None:
+    """Set the text of a bar, which is redrawn at its own rate: cheap at every token."""
+    bar.set_description_str(text, refresh=False)
+    now = time.monotonic()
+    if not bar.disable and now - bar.shown_at >= bar.mininterval:
+        bar.shown_at = now
+        bar.refresh()
 
 
 def peak_resident_gb() -> float:

@@ -39,11 +39,9 @@ def score_examples(
         (N, K), or (N, K, S), of N examples with K completions each, float64 on the host, the same
         on every rank.
     """
-    from common.record.terminal import progress_bar
-
     groups, first_slots = distinct_completions(examples, config)
     packed = data.pack_micro_batches(groups[distributed.rank() :: distributed.world_size()], config)
-    bar = progress_bar(title, len(packed), unit="batch")
+    bar = distributed.progress_bar(title, len(packed), unit="batch")
 
     def batches() -> Iterator[AnyBatch]:
         for batch in packed:

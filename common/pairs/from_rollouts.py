@@ -29,7 +29,6 @@ from common.noise import derive_seed, hash_counters, uniform
 from common.pairs.config import DPOConfig, RolloutPairConfig
 from common.record import output_lock
 from common.record.jsonl import json_line, read_jsonl, write_atomically
-from common.record.terminal import progress_bar, show_status
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.sampling.vllm.sampler import new_sampler
@@ -91,7 +90,7 @@ def pairs_from_rollouts(
     sampler = new_sampler(policy, vocabulary, config)
     pairs: list[SampledPair] = []
     all_rewards: list[float] = []
-    bar = progress_bar("rollouts", order.steps_per_epoch)
+    bar = distributed.progress_bar("rollouts", order.steps_per_epoch)
     for step in range(order.steps_per_epoch):
         examples, is_real = data.prompts(prompts, order.rows(step))  # N
         rollouts = sampler.sample(
@@ -99,7 +98,7 @@ def pairs_from_rollouts(
             num_samples=config.num_candidates,
             temperature=config.temperature,
             step=0,  # every prompt is sampled once, before the first step
-            report=lambda text: show_status(bar, f"rollouts: {text}"),
+            report=lambda text: distributed.show_status(bar, f"rollouts: {text}"),
         )
         if step == 0:
             check_sampler(sampler, examples, rollouts, config.temperature)

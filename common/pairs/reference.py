@@ -107,12 +107,10 @@ def training_logps(
     They are scored in the micro-batches of the first epoch. So a policy that equals the reference
     gets the same numbers, rounding included, and the DPO loss starts at ln 2.
     """
-    from common.record.terminal import progress_bar
-
     steps = range(min(order.total_steps(config), order.steps_per_epoch))
     batches = (
         batch
-        for step in progress_bar("reference", None, items=steps)
+        for step in distributed.progress_bar("reference", None, items=steps)
         for batch in data.micro_batches(train_set, order.rows(step), config, vocabulary)
     )
     logps = split.tail_weighted_logps(reference, batches, train_set, config.ld_alpha)

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.config.stages import TrainConfig
-from common.distributed import is_rank0, peak_memory_gb, world_size
+from common.distributed import is_rank0, peak_memory_gb, progress_bar, show_status, world_size
 from common.errors import UserError
 from common.record import output_lock, run_folder, terminal
 from common.record.glossary import CONSOLE, POSTFIX, is_defined, recorded
@@ -59,7 +59,7 @@ class RunLogger:
         }
         self._tracker = Tracker(config, start_step)
         self._undefined: set[str] = set()  # metrics that a warning has named
-        self._bar = terminal.progress_bar(self.stage, total_steps, start_step)
+        self._bar = progress_bar(self.stage, total_steps, start_step)
 
     def log_training(self, step: int, metrics: Accumulator) -> None:
         """Reduce and record what was added since the last call, with time and memory. Collective.
@@ -106,7 +106,7 @@ class RunLogger:
         It is cheap enough for every token: the bar limits how often it redraws.
         """
         if self._active:
-            terminal.show_status(self._bar, f"{self.stage}: {text}" if text else self.stage)
+            show_status(self._bar, f"{self.stage}: {text}" if text else self.stage)
 
     def update(self, step: int) -> None:
         """End a step: move the bar, and add the time since the last call to the step's time.

@@ -1,4 +1,4 @@
-"""Output in a terminal: numbers, aligned tables, the progress bar."""
+"""Output in a terminal: numbers and aligned tables."""
 
 import io
 import math
@@ -6,9 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from common.errors import UserError
@@ -161,51 +159,3 @@ def run_command(main: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def progress_bar(
-    description: str, total: int | None, initial: int = 0, *, unit: str = "step", items: Any = None
-) -> Any:
-    """A tqdm bar on stderr of rank 0; without a terminal it prints a line every 30 seconds instead.
-
-    A bar with another unit than steps is inside a run and disappears at its end. As an iterator it
-    gives and counts the `items`, and appears once they take seconds.
-    """
-    from tqdm import tqdm
-
-    from common import distributed
-
-    def write_line(text: str) -> None:
-        if text := text.strip("\r\n "):
-            sys.stderr.write(text + "\n")
-
-    interactive = sys.stderr.isatty()
-    lines: Any = SimpleNamespace(write=write_line, flush=sys.stderr.flush)  # nothing is redrawn
-    bar = tqdm(
-        iterable=items,
-        total=total,
-        initial=initial,
-        desc=description,
-        unit=f" {unit}",
-        file=sys.stderr if interactive else lines,
-        dynamic_ncols=interactive,
-        ascii=None if interactive else True,
-        miniters=1,
-        mininterval=0.2 if interactive else 30.0,
-        delay=(0.0 if items is None else 2.0) if interactive else 30.0,
-        smoothing=0.1,
-        unit_scale=unit == "row",
-        leave=unit == "step",
-        disable=not distributed.is_rank0(),
-    )
-    bar.shown_at = time.monotonic()  # for `show_status`
-    return bar
-
-
-def show_status(bar: Any, text: str) -> None:
-    """Set the text of a bar, which is redrawn at its own rate: cheap at every token."""
-    bar.set_description_str(text, refresh=False)
-    now = time.monotonic()
-    if not bar.disable and now - bar.shown_at >= bar.mininterval:
-        bar.shown_at = now
-        bar.refresh()

@@ -192,15 +192,13 @@ class Sampler:
 
         The settings are those of `sample`.
         """
-        from common.record.terminal import progress_bar, show_status
-
         mine = range(distributed.rank(), len(examples), distributed.world_size())
-        with progress_bar(title, len(mine), unit="prompt") as bar:
+        with distributed.progress_bar(title, len(mine), unit="prompt") as bar:
             local = self.sample(
                 [examples[i] for i in mine],
                 num_samples=num_samples,
                 **settings,
-                report=lambda text: show_status(bar, f"{title}: {text}"),
+                report=lambda text: distributed.show_status(bar, f"{title}: {text}"),
             )
         rows = [i * num_samples + k for i in mine for k in range(num_samples)]
         rollouts = Rollouts.blank(len(examples) * num_samples, self.config.max_completion_length)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from common import distributed
 from common.errors import UserError
 
 Item = TypeVar("Item")
@@ -13,9 +14,7 @@ PERCENT = (50, 90, 95, 99, 100)  # of a file's prompts and completions, at which
 
 def progress(rows: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
     """The rows, counted by a bar once they take seconds."""
-    from common.record.terminal import progress_bar
-
-    return iter(progress_bar(title, total, unit="row", items=rows))
+    return iter(distributed.progress_bar(title, total, unit="row", items=rows))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from common import distributed
 from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.record import logger as run_logger
-from common.record import metrics, run_folder, terminal, tracking
+from common.record import metrics, run_folder, tracking
 from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES, is_defined
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
@@ -310,7 +310,7 @@ def test_on_a_terminal_the_bar_says_what_happens(
 
 
 def test_off_a_terminal_counted_items_are_whole_lines_too(capsys: Any) -> None:
-    bar = terminal.progress_bar("reference", None, items=range(50))
+    bar = distributed.progress_bar("reference", None, items=range(50))
     bar.delay = bar.mininterval = 0.0  # as if each took half a minute
     assert list(bar) == [*range(50)]
     lines = capsys.readouterr().err.split("\n")

@@ -14,8 +14,8 @@ import datasets
 import pytest
 import tiny
 
+from common import distributed
 from common.errors import UserError
-from common.record import terminal
 from common.text import synthetic
 from common.text.tokenise import load_examples
 
@@ -221,7 +221,7 @@ def test_bars_count_the_rows_while_they_are_read_rendered_and_tokenised(
         assert unit == "row"
         return found
 
-    monkeypatch.setattr(terminal, "progress_bar", bar)
+    monkeypatch.setattr(distributed, "progress_bar", bar)
     read(tmp_path, tokenizer, "sft", [ROWS["messages"]] * 3)
     assert bars == [("reading", None, 3), ("rendering", 3, 3), ("tokenising", 3, 3)]
 
