@@ -15,7 +15,7 @@ ACCURACY_NOTE = (
     "A tie counts one half. Wilson's interval takes pairs as independent; the bootstrap over "
     "prompts does not, and holds where a prompt has several pairs; below "
     f"{MIN_PROMPTS} prompts there is none. Baselines that need no model: the completion of more "
-    "tokens, of fewer, of the higher ROUGE-L F1 against the post, and a seeded random guess."
+    "tokens, of fewer, of the higher ROUGE-L F1 against the prompt, and a seeded random guess."
 )
 DIFFERENCES_NOTE = (
     "The interval is of the paired bootstrap over prompts. Better : worse counts the pairs on "

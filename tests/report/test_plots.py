@@ -266,6 +266,7 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     assert ["| reference", "The facts.", "3 tokens, stopped by stop token |"] in rows
     assert ["| GRPO", "*(empty)*", "9 tokens, stopped by stop token |"] in rows
     assert "84.2" in text
+    assert "Attainable" in text
     assert all(ink(picture) > 0.01 for picture in written[2:])
 
 
@@ -273,7 +274,8 @@ def test_a_chain_without_gold_rewards_or_runs_is_reported(tmp_path: Path, result
     results.attainable_accuracy = None
     for each in results.systems:
         each["gold_reward"] = None
-    _, _, *pictures = write_report(results, tmp_path)
+    _, text, *pictures = write_report(results, tmp_path)
+    assert "ttainable" not in text.read_text()
     assert [picture.stem for picture in pictures] == ["accuracy"]
     assert all(ink(picture) > 0.005 for picture in pictures)
 
