@@ -8,22 +8,28 @@ runs are not repeated, so the same command resumes where it was stopped. Then th
 the recipe's `published.yaml`, and ours as the mean over seeds with standard deviation, Student's
 95% interval and n. What was not run is left empty.
 
+A recipe is a folder in `assets/recipes` or any other; the runs' folders take the place of the
+`output_dir` that its files name.
+
 `--overrides` changes flags: `flag=value` in every stage that has the flag, `stage.flag=value` in
-one stage, which wins. `model_name_or_path=X` and `dataset_name=X` replace what the first stage's
-recipe names, wherever the recipe names it, so the stages stay a chain. The report says that a run
-with overrides is not the recipe. A stage that `patches.yaml` names is run with that Python file
+one stage, which wins. `model_name_or_path=X` and `dataset_name=X` replace the first stage's model
+and data set wherever a flag of the recipe names them as a model or as a data set, so the stages
+stay a chain; with a model comes its tokenizer, unless X is a config (.json). The report says that a
+run with overrides is not the recipe. A stage that `patches.yaml` names is run with that Python file
 (`patched.py`). The commands of all stages are checked and printed before the first is run;
-`--dry_run true` ends there. Rows that the recipe's `make_rows.py` makes are made first.
+`--dry_run true` then starts the stages of one seed up to their training (`dry_run.py`), and ends.
+Rows that the recipe's `make_rows.py` makes are made first.
 
 Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 """
 
-import json
+import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +39,12 @@ from common.config.flags import check_fields, flag
 from common.config.parser import parse
 from common.config.recipes import read_recipe
 from common.errors import UserError, hint
-from common.report.blocks import Block, Section, Table
-from experiments.outcomes import (
-    OUTCOMES,
-    about,
-    judges,
-    outcome_of,
-    over_seeds,
-    seeds_interval,
-    summary,
-    systems_by_run,
-    write_results,
-)
+from experiments import dry_run
+from experiments.outcomes import summary, write_results
+from experiments.replication import differences, measured, read_published, report
 from experiments.stages import (
     DRIVERS,
+    ROOT,
     Stage,
     check_flags,
     command,
@@ -55,11 +53,11 @@ from experiments.stages import (
     exit_with_status,
     is_finished,
     run,
+    with_progress,
 )
-from experiments.sweep.sweep_file import entry
 
 RECIPES = Path("assets/recipes")
-PUBLISHED = "published.yaml"
+PUBLISHED, ROW_MAKER = "published.yaml", "make_rows.py"
 PATCHES = "patches.yaml"  # a Python file by stage, which `patched.py` runs before it
 # The stages in order, by the names of their recipes, and their scripts. `reward-small.yaml` is a
 # second recipe of `reward`.
@@ -80,7 +78,7 @@ START = ("model_name_or_path", "dataset_name")
 class ReplicateConfig:
     """What is replicated, and how often."""
 
-    recipe: str = flag("", "folder in assets/recipes, as tldr-gpt2 (required)")
+    recipe: str = flag("", "folder, or name of one in assets/recipes, as tldr-gpt2 (required)")
     seeds: list[int] = flag([0, 1, 2], "one chain for each", required=True, ge=0)
     num_processes: int = flag(
         1, "processes of a stage on this machine, by torchrun if several", gt=0
@@ -88,37 +86,38 @@ class ReplicateConfig:
     output_dir: str = flag("", "folder of all runs (empty: output/replicate/<recipe>)")
     overrides: list[str] = flag([], "flag=value for all stages that have it, or stage.flag=value")
     report_only: bool = flag(False, "run nothing: report what is finished")
-    dry_run: bool = flag(False, "check and print the commands of all stages, and end")
+    dry_run: bool = flag(False, "print all commands, start each stage without training, and end")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replicated."""
         check_fields(self)
-        if not self.recipe or not (RECIPES / self.recipe).is_dir():
-            stages = [path for stage in CHAIN for path in RECIPES.glob(f"*/{stage}.yaml")]
-            known = sorted({path.parent.name for path in stages})
-            raise UserError(f"--recipe is {self.recipe!r}; it must be one of {', '.join(known)}.")
+        if not self.recipe or not stages_of(self.folder):
+            names = {path.parent.name for path in (ROOT / RECIPES).glob("*/*.yaml")}
+            known = [name for name in sorted(names) if stages_of(ROOT / RECIPES / name)]
+            raise UserError(
+                f"--recipe is {self.recipe!r}; it must be a folder with recipes of stages "
+                f"({', '.join(f'{stage}.yaml' for stage in CHAIN)}), or one of {', '.join(known)}."
+            )
         if len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"--seeds is {self.seeds}; it must be one or more distinct numbers.")
-        self.output_dir = self.output_dir or f"output/replicate/{self.recipe}"
+        self.output_dir = self.output_dir or f"output/replicate/{self.name}"
 
+    @property
+    def folder(self) -> Path:
+        """The recipe's folder; a name is one of `assets/recipes`, here or in the project."""
+        recipe = Path(self.recipe).expanduser()
+        folders = (RECIPES / recipe, ROOT / RECIPES / recipe, recipe)
+        return next(filter(stages_of, folders), recipe)
 
-Measured = dict[tuple[str, str], dict[int, float]]  # by system and metric: a value by seed
-
-
-@dataclass(frozen=True)
-class Published:
-    """A line of `published.yaml`: a reported value of a system."""
-
-    system: str  # as the recipe names its stage
-    metric: str
-    source: str
-    value: float | None = None  # accuracies and rates as shares of 1
-    note: str = ""
+    @property
+    def name(self) -> str:
+        """The recipe's name."""
+        return self.folder.resolve().name
 
 
 def main(config: ReplicateConfig) -> None:
     """Run every seed's chain, and report."""
-    published = read_published(RECIPES / config.recipe / PUBLISHED)
+    published = read_published(config.folder / PUBLISHED)
     chains = {seed: chain(config, seed) for seed in config.seeds}
     stages = [stage for by_name in chains.values() for stage in by_name.values()]
     if not config.report_only:
@@ -126,9 +125,10 @@ def main(config: ReplicateConfig) -> None:
         for stage in stages:
             print(shlex.join(command(stage, config.num_processes)), flush=True)
         if config.dry_run:
+            start_all(config)
             return
         make_rows(config, stages)
-        for stage in stages:
+        for stage in with_progress(stages):
             run(stage, config.num_processes)
     finished = {
         seed: {name: stage.output_dir for name, stage in by_name.items() if is_finished(stage)}
@@ -138,58 +138,106 @@ def main(config: ReplicateConfig) -> None:
     record = {
         "recipe": config.recipe,
         "seeds": config.seeds,
+        "finished": {seed: list(run_dirs) for seed, run_dirs in finished.items()},
         "overrides": config.overrides,
         "published": [asdict(row) for row in published],
         "ours": [
-            {
-                "system": system,
-                "metric": metric,
-                "by_seed": by_seed,
-                **summary(metric, by_seed.values()),
-            }
-            for (system, metric), by_seed in ours.items()
+            {"system": name, "metric": metric, "by_seed": found, **summary(metric, found.values())}
+            for (name, metric), found in ours.items()
+        ],
+        "differences": [
+            {"metric": metric, **asdict(effect), "difference": asdict(effect.difference)}
+            for metric, panel in differences(ours).items()
+            for effect in panel[metric]
         ],
     }
-    title, file = f"Replication of {config.recipe}", Path(config.output_dir) / "replication.json"
-    facts = {"recipe": config.recipe, "seeds": ", ".join(map(str, config.seeds))}
+    title, file = f"Replication of {config.name}", Path(config.output_dir) / "replication.json"
+    facts = {"recipe": config.name, "seeds": ", ".join(map(str, config.seeds))}
     run_dirs = [run_dir for by_name in finished.values() for run_dir in by_name.values()]
-    write_results(file, record, title, report(config, published, ours), facts, run_dirs)
+    status = seeds_finished(chains, finished)
+    if config.overrides:
+        changed = ", ".join(f"`{text}`" for text in config.overrides)
+        status += f" **This is not the recipe**: its flags are changed by {changed}."
+    blocks = [status, *report(published, ours, file.parent)]
+    write_results(file, record, title, blocks, facts, run_dirs)
+    print(seeds_finished(chains, finished))
+
+
+def start_all(config: ReplicateConfig) -> None:
+    """Start the stages of the first seed up to their training, in a temporary folder.
+
+    Raises:
+        UserError: a stage refuses its flags, models or rows.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        trial = chain(replace(config, output_dir=folder), config.seeds[0])
+        if missing_rows(trial.values()) and (config.folder / ROW_MAKER).is_file():
+            print(f"not checked: models and rows; first `python {config.folder / ROW_MAKER}`")
+            return
+        try:
+            dry_run.start(trial.values())
+        except UserError as error:
+            raise UserError(str(error).replace(folder, config.output_dir)) from None
+    print(f"\nall {len(trial)} stages can start")
+
+
+def seeds_finished(chains: Mapping[int, Mapping[str, Stage]], finished: Mapping[int, Any]) -> str:
+    """The number of finished seeds, and what the others lack."""
+    lacking = {
+        seed: [name for name in by_name if name not in finished[seed]]
+        for seed, by_name in chains.items()
+    }
+    texts = [f"seed {seed} lacks {', '.join(names)}" for seed, names in lacking.items() if names]
+    text = f"{len(chains) - len(texts)} of {len(chains)} seeds finished"
+    return f"{'; '.join([text, *texts])}."
 
 
 # ---- the chain -----------------------------------------------------------------------------------
+
+
+def stages_of(folder: Path) -> list[str]:
+    """The names of a folder's recipes of stages, in the order of the chain."""
+    every = sorted(path.stem for path in folder.glob("*.yaml"))
+    return [name for stage in CHAIN for name in every if name.partition("-")[0] == stage]
 
 
 def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
     """The stages of a seed, by their recipes' names.
 
     Raises:
-        UserError: an override is of no stage.
+        UserError: an override is of no stage, or two stages write to one folder.
     """
-    folder = RECIPES / config.recipe
-    every = sorted(path.stem for path in folder.glob("*.yaml"))
-    names = [name for stage in CHAIN for name in every if name.partition("-")[0] == stage]
+    folder, names = config.folder, stages_of(config.folder)
     recipes = {name: read_recipe(str(folder / f"{name}.yaml")) for name in names}
-    root = f"{config.output_dir}/seed_{seed}/"
-    text = replaced(json.dumps(recipes), f"output/{config.recipe}/", root, whole=False)
+    folders = run_folders(recipes, f"{config.output_dir}/seed_{seed}")
+    start: dict[str, dict[str, str]] = {name: {} for name in START}  # other names by those there
     overrides: dict[str, dict[str, Any]] = {name: {} for name in names}
     # Those of one stage last: they win
     for override in sorted(config.overrides, key=lambda text: "." in text.partition("=")[0]):
         name, _, value = override.partition("=")
         takers = stages_with(override, names)
         if name in START and name in recipes[names[0]]:
-            text = replaced(text, recipes[names[0]][name], value)
+            start[name] = {recipes[names[0]][name]: value}
         else:
             is_list = value.startswith("[") and value.endswith("]")
             changed = {name.rpartition(".")[2]: yaml.safe_load(value) if is_list else value}
-            overrides |= {taker: overrides[taker] | changed for taker in takers}
+            for taker in takers[:1] if name in START else takers:
+                overrides[taker] |= changed
     patches = read_recipe(str(folder / PATCHES)) if (folder / PATCHES).is_file() else {}
     stages = {}
-    for name, recipe in json.loads(text).items():
-        changes = {flag: value for flag, value in recipe.items() if value != recipes[name][flag]}
-        script, flags = script_of(name), {"seed": seed, **changes, **overrides[name]}
+    for name, recipe in recipes.items():
+        script, changes = script_of(name), {}
+        paths = {f.name for f in fields(config_class(script)) if f.metadata["is_path"]}
+        for key, value in recipe.items():
+            names_of_key = other_names(key, value, start) if key in paths else {}
+            items = value if isinstance(value, list) else [value]
+            new = [moved(names_of_key.get(item, item), folders) for item in items]
+            if new != items:
+                changes[key] = new if isinstance(value, list) else new[0]
+        flags = {"seed": seed, **changes, **overrides[name]}
         if script in DRIVERS:
             flags |= {"seeds": [seed], "num_processes": config.num_processes}
-        output_dir = Path(flags.pop("output_dir"))
+        output_dir = Path(flags.pop("output_dir", f"{config.output_dir}/seed_{seed}/{name}"))
         patch = Path(patches[name]) if name in patches else None
         stages[name] = Stage(script, output_dir, folder / f"{name}.yaml", flags, patch)
     return stages
@@ -200,10 +248,36 @@ def script_of(name: str) -> str:
     return CHAIN[name.partition("-")[0]]
 
 
-def replaced(text: str, old: str, new: str, *, whole: bool = True) -> str:
-    """JSON in which texts that are `old`, or begin with it, are or begin with `new`."""
-    old, new = json.dumps(old), json.dumps(new)
-    return text.replace(old, new) if whole else text.replace(old[:-1], new[:-1])
+def run_folders(recipes: Mapping[str, Mapping[str, Any]], root: str) -> dict[str, str]:
+    """The folder in `root` of each stage's run, by the folder that its recipe names.
+
+    Raises:
+        UserError: two recipes name the same one.
+    """
+    named = [(name, recipe.get("output_dir", name).rstrip("/")) for name, recipe in recipes.items()]
+    stages = {old: name for name, old in named}
+    for name, old in named:
+        if name != stages[old]:
+            raise UserError(f"{name}.yaml and {stages[old]}.yaml have the same output_dir: {old}.")
+    top = os.path.commonpath([Path(old).absolute().parent for old in stages])
+    return {old: f"{root}/{os.path.relpath(old, top)}" for old in stages}
+
+
+def moved(text: str, folders: Mapping[str, str]) -> str:
+    """A path in one of the folders, by its other name; any other text as it is."""
+    old = next((old for old in folders if f"{text}/".startswith(f"{old}/")), "")
+    return folders[old] + text[len(old) :] if old else text
+
+
+def other_names(key: str, value: Any, start: Mapping[str, Mapping[str, str]]) -> Mapping[str, str]:
+    """Other names for a flag's value: of data sets, of models, or none for a tokenizer.
+
+    A config (.json) has no tokenizer: with it the recipe's tokenizer stays.
+    """
+    names = start[START[key.endswith("dataset_name")]]
+    if key != "tokenizer_name_or_path":
+        return names
+    return {value: ""} if any(not new.endswith(".json") for new in names.values()) else {}
 
 
 def stages_with(override: str, names: Sequence[str]) -> list[str]:
@@ -233,9 +307,7 @@ def make_rows(config: ReplicateConfig, stages: Iterable[Stage]) -> None:
     Raises:
         UserError: it could not make them, as without a network.
     """
-    maker = RECIPES / config.recipe / "make_rows.py"
-    names = [config_of(stage).dataset_name for stage in stages]
-    missing = [name for name in names if name.startswith("data/") and not Path(name).exists()]
+    maker, missing = config.folder / ROW_MAKER, missing_rows(stages)
     if missing and maker.is_file():
         print(f"{missing[0]} does not exist: python {maker}", flush=True)
         if subprocess.run([sys.executable, str(maker)], check=False).returncode:
@@ -245,78 +317,10 @@ def make_rows(config: ReplicateConfig, stages: Iterable[Stage]) -> None:
             )
 
 
-# ---- measured and published values ---------------------------------------------------------------
-
-
-def measured(
-    finished: Mapping[int, Mapping[str, Path]], published: Sequence[Published]
-) -> Measured:
-    """Every outcome of every finished run by seed and stage, in its unit."""
-    found: Measured = {}
-    for seed, run_dirs in finished.items():
-        systems = systems_by_run(run_dirs["evaluate"]) if "evaluate" in run_dirs else {}
-        for name, run_dir in run_dirs.items():
-            asked = [row.metric for row in published if row.system == name]
-            for metric in dict.fromkeys([*OUTCOMES, *judges(systems), *asked]):
-                value = outcome_of(metric, run_dir, systems)
-                if value is not None:
-                    found.setdefault((name, metric), {})[seed] = value
-    return found
-
-
-def read_published(file: Path) -> list[Published]:
-    """The lines of `published.yaml`; none where there is no such file."""
-    rows = read_recipe(str(file), typed=True)["published"] if file.is_file() else []
-    return [entry(Published, row, f"{file}, published[{i}]") for i, row in enumerate(rows)]
-
-
-# ---- the report ----------------------------------------------------------------------------------
-
-
-def comparison(published: Sequence[Published], ours: Measured) -> Table:
-    """Published values and ours, a row for each system and metric."""
-    headers = ["system", "metric", "published", "ours", "95% interval", "n"]
-    sources, rows = list(dict.fromkeys(row.source for row in published)), []
-    for key in dict.fromkeys([*((row.system, row.metric) for row in published), *ours]):
-        outcome, cells = about(key[1]), ["", "", ""]
-        reported = [
-            f"{outcome.scale * row.value:.4g} ({1 + sources.index(row.source)})"
-            for row in published
-            if (row.system, row.metric) == key and row.value is not None
-        ]
-        if key in ours:
-            mean = over_seeds(ours[key].values())
-            interval = seeds_interval(list(ours[key].values()), is_share=outcome.is_share)
-            cells = [mean.spread, interval, str(mean.n)]
-        rows.append([key[0], outcome.heading, "; ".join(reported), *cells])
-    return Table(headers, rows, "Numbers in brackets are those of the sources below.")
-
-
-def source_lines(published: Sequence[Published]) -> list[str]:
-    """The sources as a list, each with the notes on its values."""
-    lines = []
-    for number, source in enumerate(dict.fromkeys(row.source for row in published), start=1):
-        notes = dict.fromkeys(row.note for row in published if row.source == source and row.note)
-        lines.append(f"- ({number}) {source}{': ' if notes else ''}{' '.join(notes)}")
-    return lines
-
-
-def report(config: ReplicateConfig, published: Sequence[Published], ours: Measured) -> list[Block]:
-    """The blocks of the page."""
-    blocks: list[Block] = [
-        f"Ours: mean \N{PLUS-MINUS SIGN} standard deviation over the n finished seeds of "
-        f"{config.seeds}, and Student's 95% interval, which covers the seed of training and not "
-        "the draw of the held-out rows; of a share whose interval would leave 0 to 100 the seeds' "
-        "values, in round brackets. Empty: not run, or not reported. Published values are as "
-        "their source has them, on its rows and with its judges."
-    ]
-    if config.overrides:
-        changed = ", ".join(f"`{text}`" for text in config.overrides)
-        blocks.append(f"**This is not the recipe**: its flags are changed by {changed}.")
-    blocks.append(comparison(published, ours))
-    if published:
-        blocks.append(Section("Sources", ["\n".join(source_lines(published))]))
-    return blocks
+def missing_rows(stages: Iterable[Stage]) -> list[str]:
+    """The folders `data/...` that stages read rows from and that are not there."""
+    names = [config_of(stage).dataset_name for stage in stages]
+    return [name for name in names if name.startswith("data/") and not Path(name).exists()]
 
 
 if __name__ == "__main__":

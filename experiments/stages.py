@@ -15,10 +15,13 @@ import json
 import signal
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from statistics import mean
 from typing import Any, cast, get_type_hints
 
 from common.checkpoint.layout import describe
@@ -36,6 +39,7 @@ DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
 LONGEST_PATH = 1024  # characters
 # A driver starts the processes of its stages itself.
 DRIVERS = ("experiments/overoptimization/__main__.py",)
+FINISHED_BEFORE = 1.0  # seconds; a run that ends sooner was not made now
 TAIL = 40  # lines of a failed run's output that its error repeats
 # What a script writes last; a training stage exports its model.
 LAST_WRITTEN = {
@@ -97,6 +101,25 @@ def run(stage: Stage, num_processes: int = 1) -> None:
     if not result.is_file() or result.stat().st_mtime_ns < begun:
         raise StageFailed(f"{name} wrote no {result}.")
     write_mark(stage.output_dir, made_by)
+
+
+def with_progress(stages: Sequence[Stage]) -> Iterator[Stage]:
+    """The runs in order; before each its number is printed, and the minutes so far and left.
+
+    A run takes as long as those of its script that were made here, or as all, on average.
+    """
+    seconds: dict[str, list[float]] = defaultdict(list)  # by script
+    begun = time.monotonic()
+    for number, stage in enumerate(stages, 1):
+        start, every = time.monotonic(), list(chain.from_iterable(seconds.values()))
+        line = f"\nstage {number} of {len(stages)}: {(start - begun) / 60:.0f} min so far"
+        if every:
+            left = sum(mean(seconds.get(later.script, every)) for later in stages[number - 1 :])
+            line += f", about {left / 60:.0f} min left"
+        print(line, flush=True)
+        yield stage
+        if (taken := time.monotonic() - start) > FINISHED_BEFORE:
+            seconds[stage.script].append(taken)
 
 
 def is_finished(stage: Stage) -> bool:

@@ -30,7 +30,7 @@ from experiments.outcomes import (
     systems_by_run,
     write_results,
 )
-from experiments.stages import check_flags, exit_with_status, run
+from experiments.stages import check_flags, exit_with_status, run, with_progress
 from experiments.sweep.effects import Effect, Effects, draw
 from experiments.sweep.sweep_file import Sweep, Variant, read_sweep
 
@@ -51,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     evaluations = [stage for seed in sweep.seeds for stage in sweep.evaluations(seed)]
     check_flags([*(stage for stage, _ in training[0]), *evaluations])
     # Line by line, each with all seeds: finished lines are complete wherever this is stopped.
-    for of_seeds in zip(*training, strict=True):
-        for stage, num_processes in of_seeds:
-            run(stage, num_processes)
-    for stage in evaluations:
-        run(stage)
+    runs = [own for of_seeds in zip(*training, strict=True) for own in of_seeds]
+    runs += [(stage, 1) for stage in evaluations]
+    every = with_progress([stage for stage, _ in runs])
+    for (_, num_processes), stage in zip(runs, every, strict=True):
+        run(stage, num_processes)
     outcomes = measured(sweep)
     report(sweep, outcomes, effects(sweep, outcomes))
 

@@ -77,7 +77,8 @@ def draw(stages: Effects, path: Path) -> Path:
             for j, (outcome, effects) in enumerate(panels.items()):
                 axes = figure.add_subplot(grid[i, j])
                 draw_panel(axes, effects, with_labels=j == 0)
-                axes.set_title(f"{stage}: {about(outcome).label}", fontsize=9)
+                title = f"{stage}: " if stage != outcome else ""
+                axes.set_title(title + about(outcome).label, fontsize=9)
                 axes.set_xlabel(f"difference to the base, {about(outcome).unit}", fontsize=8)
         figure.supxlabel(KEY, fontsize=8, color=GREY, wrap=True)
         return save(figure, path, DPI)

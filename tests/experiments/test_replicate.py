@@ -17,14 +17,10 @@ from stages_here import run_here
 
 from common.config.parser import parse
 from common.errors import UserError
-from experiments import replicate
-from experiments.replicate import (
-    Published,
-    ReplicateConfig,
-    read_published,
-    source_lines,
-)
-from experiments.stages import ROOT, Stage
+from experiments import replicate, stages
+from experiments.replicate import ReplicateConfig
+from experiments.replication import Published, read_published, source_lines
+from experiments.stages import ROOT, Stage, command, config_of, with_progress
 
 pytestmark = pytest.mark.usefixtures("without_pictures", "few_resamples")
 
@@ -92,13 +88,25 @@ def test_the_demo_runs_from_end_to_end_for_every_seed(folder, made, capsys):
     assert cell["low"] == pytest.approx(target.low)
     assert {("grpo", "gold_reward"), ("grpo", "kl"), ("dpo", "accuracy")} <= set(ours)
     assert ("grpo", "win rate") not in ours
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    out = capsys.readouterr().out
+    lines = [line for line in out.rpartition("| metric")[0].splitlines() if line[:2] == "| "]
     (row,) = [line for line in lines if line.startswith("| reward") and "accuracy" in line]
     assert [cell.strip() for cell in row.split("|")[3:4]] == ["61 (1); 50 (2)"]
     (row,) = [line for line in lines if line.startswith("| grpo") and "win rate" in line]
     assert [cell.strip() for cell in row.split("|")[3:7]] == ["0.7 (1)", "", "", ""]
     text = Path(root, "report.md").read_text()
     assert "This is not the recipe" in text
+    assert Path(root, "plots/differences.png").is_file()
+    assert "\nstage 10 of 10: " in out
+    assert out.endswith("\n2 of 2 seeds finished.\n")
+    paired = next(iter(json.loads(Path(root, "replication.json").read_text())["differences"]))
+    assert (paired["metric"], *list(paired["variant"].values())[:2]) == (
+        *("accuracy", "reward", "compared with sft"),
+    )
+    sft = list(ours["sft", "accuracy"]["by_seed"].values())
+    target = stats.ttest_rel(by_hand, sft).confidence_interval(0.95)
+    ends = (paired["difference"]["low"], paired["difference"]["high"])
+    assert ends == pytest.approx((target.low, target.high))
     assert "A paper: Of 1B." in text
     assert Path(root, "report.html").is_file()
 
@@ -111,6 +119,8 @@ def test_it_goes_on_where_it_was_stopped_and_reports_what_there_is(folder, monke
     shutil.rmtree(root / "seed_7" / "evaluation")
     replicate.main(parse(ReplicateConfig, [*arguments, "--report_only", "true"]))
     assert cells(str(root))["reward", "accuracy"]["n"] == 1
+    text = (root / "report.md").read_text()
+    assert "1 of 2 seeds finished; seed 7 lacks evaluate." in text
     models = [root / "seed_7" / name / "model" / "config.json" for name in ("sft", "grpo")]
     written = [file.stat().st_mtime_ns for file in models]
     monkeypatch.setattr(replicate, "run", lambda stage, _: run_here(stage))
@@ -136,7 +146,8 @@ def test_a_recipe_of_downloaded_data_runs_on_local_rows_of_its_schema(folder, ma
 
 def test_what_cannot_be_is_refused(folder):
     for arguments, told in (
-        ([], "--recipe is ''; it must be one of count, demo, distillation, film, gsm8k"),
+        ([], "--recipe is ''; it must be a folder with recipes of stages (sft.yaml, pairs.yaml,"),
+        (["--recipe", "tests"], "or one of count, demo, distillation, film, gsm8k"),
         (["--recipe", "demo", "--seeds", "1", "1"], "must be one or more distinct numbers"),
         (["--recipe", "demo", "--overrides", "max_step=3"], "did you mean max_steps?"),
         (["--recipe", "demo", "--overrides", "sft.num_prompts=3"], "must be flag=value or"),
@@ -154,7 +165,8 @@ def test_a_recipe_s_patches_are_those_of_its_stages(folder, capsys):
     patches = {name: stage.patch for name, stage in replicate.chain(config, 0).items()}
     assert {name for name, patch in patches.items() if patch} == {"reward", "grpo"}
     assert all(patch is None or (ROOT / patch).is_file() for patch in patches.values())
-    replicate.main(config)
+    with pytest.raises(UserError, match="train_sft.py for .*'gpt2'"):
+        replicate.main(config)
     lines = [line for line in capsys.readouterr().out.splitlines() if "patched.py" in line]
     assert [
         str(patches[name]) in line for name, line in zip(("reward", "grpo"), lines, strict=True)
@@ -205,11 +217,13 @@ def test_a_list_may_be_overridden(folder):
 
 
 def test_an_override_of_one_stage_wins_and_the_chain_stays_one(folder, made, capsys):
-    """The commands of every stage are printed and nothing is run."""
+    """The commands of every stage are printed, then the first one's model is not found."""
     overrides = ["grpo.beta=0.1", "beta=0.5", "model_name_or_path=mine", "dpo.max_steps=3"]
     arguments = ["--recipe", "sentiment", "--seeds", "0", "--dry_run", "true", "--overrides"]
-    replicate.main(parse(ReplicateConfig, [*arguments, *overrides, "dataset_name=rows"]))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    with pytest.raises(UserError, match=r"train_sft.py for .*seed_0/sft: .*'mine'"):
+        replicate.main(parse(ReplicateConfig, [*arguments, *overrides, "dataset_name=rows"]))
+    printed = capsys.readouterr().out.partition("\n\n")[0]
+    lines = [line.split() for line in printed.splitlines()]
     root = "output/replicate/sentiment/seed_0"
     model, rows = "--model_name_or_path=", "--dataset_name="
     for words, expected in zip(
@@ -236,13 +250,13 @@ def test_an_override_of_one_stage_wins_and_the_chain_stays_one(folder, made, cap
     assert not made
 
 
-def test_one_data_set_takes_the_place_of_one(folder, made, capsys):
+def test_one_data_set_takes_the_place_of_one(folder):
     """Wherever the recipe names the first stage's; other data sets stay."""
 
     def data_sets(recipe: str, *overrides: str) -> list[str]:
-        arguments = ["--recipe", recipe, "--seeds", "0", "--dry_run", "true", "--overrides"]
-        replicate.main(parse(ReplicateConfig, [*arguments, *overrides]))
-        words = capsys.readouterr().out.split()
+        arguments = ["--recipe", recipe, "--overrides"]
+        stages = replicate.chain(parse(ReplicateConfig, [*arguments, *overrides]), 0).values()
+        words = [word for stage in stages for word in command(stage, 1)]
         return sorted(word.removeprefix("--") for word in words if "dataset_name=" in word)
 
     mine = ["dataset_name=mine"]
@@ -257,6 +271,72 @@ def test_one_data_set_takes_the_place_of_one(folder, made, capsys):
     assert data_sets("tldr-gpt2", *mine, *pairs) == (
         [*mine * 2, *["dataset_name=pairs"] * 3, *renamed]
     )
+
+
+def test_a_data_set_s_name_is_no_tokenizer_s_and_a_model_brings_its_own(folder):
+    """The demo's data set and its tokenizer are both `synthetic`."""
+
+    def tokenizer(*overrides: str) -> str:
+        stages = replicate.chain(parse(ReplicateConfig, ["--recipe", "demo", *overrides]), 0)
+        return config_of(stages["sft"]).tokenizer_path
+
+    assert tokenizer("--overrides", "dataset_name=mine") == "synthetic"
+    assert tokenizer("--overrides", "model_name_or_path=mine.json") == "synthetic"
+    assert tokenizer("--overrides", "model_name_or_path=mine") == "mine"
+    both = ["model_name_or_path=mine", "tokenizer_name_or_path=its"]
+    assert tokenizer("--overrides", *both) == "its"
+
+
+def test_a_recipe_is_any_folder_and_its_runs_are_in_folders_of_their_seed(folder, tmp_path):
+    """A copy still names the folders of what it was copied from."""
+    copy = shutil.copytree(ROOT / "assets/recipes/demo", tmp_path / "mine")
+    with tiny.working_directory(tmp_path):
+        for recipe in (str(copy), "mine/"):
+            chain = replicate.chain(parse(ReplicateConfig, ["--recipe", recipe]), 1)
+            assert [str(stage.output_dir) for stage in chain.values()][:2] == [
+                "output/replicate/mine/seed_1/sft",
+                "output/replicate/mine/seed_1/reward",
+            ]
+            assert config_of(chain["grpo"]).reward_funcs == [
+                "output/replicate/mine/seed_1/reward/model",
+                "gold",
+            ]
+        assert parse(ReplicateConfig, ["--recipe", "film"]).folder == ROOT / "assets/recipes/film"
+        shutil.copy(copy / "reward.yaml", copy / "reward-small.yaml")
+        with pytest.raises(UserError, match=r"reward.yaml and reward-small.yaml have the same out"):
+            replicate.chain(parse(ReplicateConfig, ["--recipe", "mine"]), 1)
+
+
+def test_a_dry_run_starts_every_stage_and_trains_none(folder, made, capsys):
+    """Rows that only a later stage cannot use are refused; nothing is written."""
+    arguments = ["--recipe", "demo", "--output_dir", "dry", "--dry_run", "true", "--overrides"]
+    replicate.main(parse(ReplicateConfig, [*arguments, *SHORT]))
+    assert "all 5 stages can start" in capsys.readouterr().out
+    Path("rows.jsonl").write_text('{"prompt": "1 2", "completion": " 3"}\n' * 4)
+    for override, told in (
+        ("dpo.dataset_name=rows.jsonl", "train_dpo.py for dry/seed_0/dpo: rows.jsonl.*chosen"),
+        ("grpo.reward_funcs=[mine.py:f]", "train_grpo.py for dry/seed_0/grpo: .*mine.py"),
+        ("tokenizer_name_or_path=nowhere", "train_sft.py for dry/seed_0/sft: .*'nowhere'"),
+    ):
+        with pytest.raises(UserError, match=told):
+            replicate.main(parse(ReplicateConfig, [*arguments, *SHORT, override]))
+    assert not made
+    assert not Path("dry").exists()
+
+
+def test_runs_are_counted_and_the_time_left_is_that_of_runs_like_them(monkeypatch, capsys):
+    """The first two take 60 s and 180 s; the third was finished before."""
+    now = [0.0]
+    monkeypatch.setattr(stages.time, "monotonic", lambda: now[0])
+    every = [Stage(script, Path("run")) for script in ("train_sft.py", "evaluate.py")] * 2
+    for _, seconds in zip(with_progress(every), (60, 180, 0, 180), strict=True):
+        now[0] += seconds
+    assert capsys.readouterr().out.split("\n")[1::2] == [
+        "stage 1 of 4: 0 min so far",
+        "stage 2 of 4: 1 min so far, about 3 min left",
+        "stage 3 of 4: 4 min so far, about 4 min left",
+        "stage 4 of 4: 4 min so far, about 3 min left",
+    ]
 
 
 def test_the_whole_chain_is_checked_before_its_first_stage(folder, made):

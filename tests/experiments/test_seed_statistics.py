@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments import replicate
+from experiments import replication
 from experiments.outcomes import judges, over_seeds
 from experiments.sweep import __main__ as sweep
 from experiments.sweep.effects import Effect
@@ -77,7 +77,7 @@ def test_an_interval_of_shares_never_leaves_0_to_100():
     assert sweep.level(shares, "stop_rate").endswith(f"6.09 {by_seed}")
     assert sweep.level(shares, "length").endswith("[75.85, 106.09]")
     found = {("sft", "stop_rate"): dict(enumerate(shares))}
-    assert replicate.comparison([], found).rows[0][4] == by_seed
+    assert replication.comparison([], found).rows[0][3] == by_seed
     assert sweep.level([50.0, 51.0, 52.0], "accuracy").endswith("[48.52, 53.48]")
     assert sweep.level([50.0], "accuracy") == "50.00"
 
