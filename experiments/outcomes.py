@@ -70,7 +70,9 @@ def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]
     """An outcome of a run, in its unit; None where it was not measured."""
     system = systems.get(str(run_dir), {})
     if name.startswith(JUDGED):
-        value = judged(system).get(name)
+        # A table of many systems may have named it with its file: `judged/FILE.py:JUDGE`
+        found, end = judged(system), f":{name.removeprefix(JUDGED)}"
+        value = found.get(name, next((found[key] for key in found if key.endswith(end)), None))
     elif name in OUTCOMES:
         value = system.get(name)
     else:

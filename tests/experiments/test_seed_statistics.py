@@ -1,11 +1,13 @@
 """Claim: intervals over seeds are Student's, as scipy has them; those of a family hold together."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from experiments import replication
-from experiments.outcomes import judges, over_seeds
+from experiments.outcomes import judges, outcome_of, over_seeds
 from experiments.sweep import __main__ as sweep
 from experiments.sweep.effects import Effect
 from experiments.sweep.sweep_file import Variant
@@ -20,6 +22,8 @@ def test_a_judge_is_known_by_its_name_whatever_it_gave():
     systems = {"a": model, "b": policy | {"gold_reward": half, "reward": half}}
     names = ("other model", "style", "check/pass@1", "check/maj@4")
     assert judges(systems) == [f"judged/{name}" for name in names]
+    named = {"run": {"rewards": {"my/reward.py:style": half}}}
+    assert outcome_of("judged/style", Path("run"), named) == 0.5
 
 
 def test_a_family_of_intervals_holds_together():
