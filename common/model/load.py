@@ -62,6 +62,8 @@ def load_vocabulary(
     if has_own_pad:
         add_own_pad_token(tokenizer)
     paths = [config.model_name_or_path] if paths is None else paths
+    for path in paths if config.tokenizer_name_or_path else ():
+        refuse_other_tokenizer(path, tokenizer, config)
     return Vocabulary(tokenizer, tokenizer.pad_token_id, stop_token_ids(tokenizer, config, paths))
 
 
@@ -189,9 +191,11 @@ def refuse_other_tokenizer(
     added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
     expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
     if any(vocabulary.get(token) != i for token, i in expected.items()):
+        is_named = bool(config.tokenizer_name_or_path)
+        remedy = "; an empty --tokenizer_name_or_path takes the model's" * is_named
         raise UserError(
             f"{path!r} has another tokenizer than {config.tokenizer_path!r}; the same ids are "
-            "other tokens, so the two cannot be in one run."
+            f"other tokens, so the two cannot be in one run{remedy}."
         )
 
 
