@@ -60,7 +60,8 @@ class OveroptimizationConfig(SamplingConfig):
             raise UserError("--dataset_test_split is required: the split to measure on.")
         if len(set(self.seeds)) < len(self.seeds):
             raise self.refused("seeds", "distinct numbers")
-        if max(self.rejection_sizes, default=0) > self.num_candidates:
+        largest = max(self.rejection_sizes, default=0)
+        if self.rejection_recipe and largest > self.num_candidates:
             most = f"at most --num_candidates, {self.num_candidates}, each"
             raise self.refused("rejection_sizes", most)
         if self.num_candidates % 2:
