@@ -6,6 +6,7 @@ step do not depend on the number of ranks, and every epoch shows every row once.
 """
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,12 @@ def tokenize(
 )
 def test_split_prompt(header, body, cue):
     assert split_prompt(header + body + cue) == (header, body, cue)
+
+
+def test_splitting_a_prompt_takes_a_time_that_is_linear_in_its_white_space():
+    start = time.perf_counter()
+    assert split_prompt("x" + " " * 30_000 + "y") == ("", "x" + " " * 30_000 + "y", "")
+    assert time.perf_counter() - start < 1  # the search for a cue took 8 s
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memory than the ids
 LONGEST_CUE = 100  # characters behind the last blank line that are taken for a cue
 
-_CUE = re.compile(r"\s*TL;DR:\s*\Z")
+_CUE = "TL;DR:"
 _POST = re.compile(r"(?:\A|\n\n)POST:")
 _HEADER_LINES = re.compile(r"(?:SUBREDDIT:[^\n]*\n+)?(?:TITLE:[^\n]*\n+)?")
 # Where a body may be cut, best first; group 1 is what is kept, and is never blank.
@@ -47,10 +47,10 @@ def split_prompt(prompt: str, fallback_cue: str = "") -> tuple[str, str, str]:
     post = _POST.search(prompt)
     if post and prompt.startswith(("SUBREDDIT:", "TITLE:", "POST:")):
         end = post.end()
-    cue = _CUE.search(prompt, end)
-    start = cue.start() if cue else len(prompt)
-    if not cue and prompt[end:].endswith(fallback_cue):
-        start -= len(fallback_cue)
+    text = prompt[end:].rstrip()
+    start = end + len(text.removesuffix(_CUE).rstrip())
+    if not text.endswith(_CUE):
+        start = len(prompt) - len(fallback_cue) * prompt[end:].endswith(fallback_cue)
     return prompt[:end], prompt[end:start], prompt[start:]
 
 
