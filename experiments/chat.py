@@ -19,6 +19,7 @@ from transformers import GenerationConfig, TextStreamer, set_seed
 
 from common import distributed
 from common.config.stages import CommonConfig
+from common.evaluation import runs
 from common.model import checks, load
 from common.record import run_folder, terminal
 from common.record.jsonl import read_jsonl
@@ -44,7 +45,7 @@ def prompt_ids(text: str, sample: str, tokenizer: Any) -> list[int]:
 def load_policy(path: str, flags: argparse.Namespace) -> tuple[Any, Any, str]:
     """Model, tokenizer and a sampled prompt of a folder or hub id."""
     config = CommonConfig(output_dir="unused", model_name_or_path=path)
-    vocabulary, run = load.load_vocabulary(config), run_folder.config_of_run(path)
+    vocabulary, run = load.load_vocabulary(config), runs.config_of_run(path)
     model_config = load.find_config(path, None, config)
     checks.check_kind(path, model_config, "policy")
     lm: Any = load.load_policy(path, model_config, config).to(distributed.device())
@@ -56,7 +57,7 @@ def load_policy(path: str, flags: argparse.Namespace) -> tuple[Any, Any, str]:
         eos_token_id=list(vocabulary.stop_ids),
         pad_token_id=vocabulary.pad_id,
     )
-    samples = read_jsonl(run_folder.folder_of_run(path)[0] / run_folder.SAMPLES) if run else []
+    samples = read_jsonl(runs.folder_of_run(path)[0] / run_folder.SAMPLES) if run else []
     return lm, vocabulary.tokenizer, samples[0]["prompt"] if samples else ""
 
 

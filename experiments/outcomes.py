@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.evaluation.intervals import finite_vector, interval_cell, t_quantile
+from common.evaluation.intervals import finite_vector, t_quantile
 from common.record.run_folder import ENVIRONMENT, read_config, read_metrics
 from common.report.blocks import Block, Section, Table
 from common.report.page import write_page
+from common.report.tables import interval_cell
 
 
 @dataclass(frozen=True)

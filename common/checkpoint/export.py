@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from common import distributed
 from common.checkpoint import hf_folder, layout, push
-from common.checkpoint.sharded_state import cause, once_each
+from common.checkpoint.sharded_state import cause
 from common.config.flags import HubFlags, ModelFlags, path_flag
 from common.config.parser import parse
 from common.config.stages import TrainConfig
@@ -43,7 +43,7 @@ def save_pretrained(
         UserError: rank 0 could not write it; raised on every rank.
     """
     lm, failure = module.lm, ""
-    whole = once_each(module, fsdp.full_state_dict(module))  # tied parameters once
+    whole = fsdp.once_each(module, fsdp.full_state_dict(module))  # tied parameters once
     # With `pop`, so that `state` alone refers to a weight, and can free it.
     state = {name.removeprefix("lm."): whole.pop(name) for name in list(whole)}
     if distributed.is_rank0():

@@ -25,7 +25,6 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from common import distributed
 from common.checkpoint import card, layout
-from common.checkpoint.sharded_state import once_each
 from common.config.flags import ModelFlags, values_of
 from common.config.stages import TrainConfig
 from common.errors import UserError, gist
@@ -204,7 +203,7 @@ def read_base(
         lm = load.load_reward_model(path, model_config, tokenizer, config)
     else:
         lm = load.load_policy(path, model_config, config)
-    return once_each(lm, lm.state_dict())
+    return fsdp.once_each(lm, lm.state_dict())
 
 
 def with_folders(config: Config) -> Config:

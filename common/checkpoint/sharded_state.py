@@ -29,7 +29,7 @@ from torch.futures import Future
 from common import distributed
 from common.checkpoint import layout
 from common.errors import UserError, gist
-from common.model import lora
+from common.model import fsdp, lora
 
 State = dict[str, Any]
 CODES = {dtype: code for code, dtype in _TYPES.items()}  # of safetensors
@@ -139,15 +139,10 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
             values["step"].zero_()
     every = model.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in every if not parameter.requires_grad}
-    trained = {n: value for n, value in once_each(model, model_state).items() if n not in frozen}
+    trained = {
+        n: value for n, value in fsdp.once_each(model, model_state).items() if n not in frozen
+    }
     return {"model": trained, "optimizer": optimizer_state["state"]}
-
-
-def once_each(module: nn.Module, state: State) -> State:
-    """A module's state with each tied parameter once, under the first of its names."""
-    every = (name for name, _ in module.named_parameters(remove_duplicate=False))
-    second_names = set(every) - {name for name, _ in module.named_parameters()}
-    return {name: value for name, value in state.items() if name not in second_names}
 
 
 def reference_state(reference: nn.Module) -> State:
@@ -155,4 +150,4 @@ def reference_state(reference: nn.Module) -> State:
     state: State = get_model_state_dict(reference)
     if isinstance(reference, lora.AdapterReference):
         return {k: v for k, v in state.items() if lora.belongs_to(k, lora.REFERENCE)}
-    return once_each(reference, state)
+    return fsdp.once_each(reference, state)

@@ -6,7 +6,7 @@ and `count` says how many are in. Resampling is seeded: the same values, the sam
 """
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,32 +222,3 @@ def _measured(
     rows = [row for row in zip(values, prompts, weights, strict=True) if row[0] is not None]
     measured, kept = (np.array([row[i] for row in rows], dtype=np.float64) for i in (0, 2))
     return measured, cluster_numbers([key for _, key, _ in rows]), kept
-
-
-# ---- shown ---------------------------------------------------------------------------------------
-
-
-def interval_cell(
-    interval: Mapping[str, Any] | None,
-    scale: float,
-    digits: int,
-    key: str | None = "mean",
-    *,
-    prefix: str = "",
-    sign: str = "",
-) -> str:
-    """`value [low, high]` for a table, times the scale; an en dash without an interval.
-
-    `interval` has the value under the key (with None the ends are shown alone) and the ends under
-    `low` and `high` after a prefix, None without ends. The sign "+" is that of format().
-    """
-    from common.record.terminal import NOT_MEASURED
-
-    if not interval:
-        return NOT_MEASURED
-    low, high = f"{prefix}low", f"{prefix}high"
-    names = [name for name in (key, low, high) if name and interval[name] is not None]
-    numbers = {name: scale * interval[name] or 0.0 for name in names}  # never -0.0
-    cells = {name: f"{number:{sign}.{digits}f}" for name, number in numbers.items()}
-    ends = f"[{cells[low]}, {cells[high]}]" if low in cells else ""
-    return f"{cells.get(key or '', '')} {ends}".strip() or NOT_MEASURED

@@ -1,9 +1,35 @@
-"""The reward and the reference of the run that wrote a policy."""
+"""The run that wrote a model: its folder, config, cost, reward and reference."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 from common.evaluation.split import ImplicitReward
-from common.record.run_folder import config_of_run
+from common.record.run_folder import read_config, read_metrics
+
+
+def folder_of_run(path: str) -> tuple[Path, float]:
+    """The folder of the run that wrote a model, and the model's step, infinite for the last."""
+    folder = Path(path).parent
+    is_checkpoint = folder.parent.name == "checkpoints" and folder.name.startswith("step_")
+    if not is_checkpoint:
+        return folder, math.inf
+    return folder.parent.parent, int(folder.name.removeprefix("step_"))
+
+
+def config_of_run(path: str) -> dict[str, Any]:
+    """The config.yaml of the run that wrote a model, empty without one."""
+    return read_config(folder_of_run(path)[0]) if Path(path).is_dir() else {}
+
+
+def run_cost(run_dir: Path, last_step: float = math.inf) -> dict[str, float]:
+    """Minutes and peak memory of a run until a step, as its metrics.jsonl recorded them."""
+    cost: dict[str, float] = {}
+    for record in read_metrics(run_dir):
+        if record["step"] > last_step:
+            break
+        cost |= {k: record[k] for k in ("elapsed_minutes", "peak_memory_gb") if k in record}
+    return cost
 
 
 def reward_of_run(path: str) -> ImplicitReward:

@@ -18,7 +18,7 @@ import numpy as np
 from common.evaluation import intervals
 from common.evaluation.intervals import Floats, Numbers, mean_over_prompts, share_over_prompts
 from common.evaluation.records import REFERENCE, PairScores, PromptRecord
-from common.record.run_folder import folder_of_run, run_cost
+from common.evaluation.runs import folder_of_run, run_cost
 from common.text.overlap import distinct_share
 
 MEANS = ("kl", "rouge_1", "rouge_2", "rouge_l")

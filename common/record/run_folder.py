@@ -7,7 +7,6 @@ samples.jsonl       a line for each completion in a table
 """
 
 import json
-import math
 import os
 import platform
 import re
@@ -89,30 +88,6 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def short_path(path: str) -> str:
     """The last two names of an absolute path; any other text as it is."""
     return "/".join(Path(path).parts[-2:]) if Path(path).is_absolute() else path
-
-
-def folder_of_run(path: str) -> tuple[Path, float]:
-    """The folder of the run that wrote a model, and the model's step, infinite for the last."""
-    folder = Path(path).parent
-    is_checkpoint = folder.parent.name == "checkpoints" and folder.name.startswith("step_")
-    if not is_checkpoint:
-        return folder, math.inf
-    return folder.parent.parent, int(folder.name.removeprefix("step_"))
-
-
-def config_of_run(path: str) -> dict[str, Any]:
-    """The config.yaml of the run that wrote a model, empty without one."""
-    return read_config(folder_of_run(path)[0]) if Path(path).is_dir() else {}
-
-
-def run_cost(run_dir: Path, last_step: float = math.inf) -> dict[str, float]:
-    """Minutes and peak memory of a run until a step, as its metrics.jsonl recorded them."""
-    cost: dict[str, float] = {}
-    for record in read_metrics(run_dir):
-        if record["step"] > last_step:
-            break
-        cost |= {k: record[k] for k in ("elapsed_minutes", "peak_memory_gb") if k in record}
-    return cost
 
 
 def accelerator(world_size: int) -> dict[str, Any]:

@@ -15,7 +15,6 @@ NOT_MEASURED = "\N{EN DASH}"
 LINE_BREAK = re.compile(r"\r\n|[\n\v\f\r\x85\u2028\u2029]")
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 MIN_TEXT_WIDTH = 12  # characters below which a wrapped column is no longer read
-MAX_CELL_WIDTH = 30  # characters of a line in a cell of `stacked_tables`
 
 
 def format_number(value: float) -> str:
@@ -61,29 +60,6 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join(f"| {' | '.join(row)} |" for row in aligned)
 
 
-def stacked_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int) -> str:
-    """A table, in several one below another where it is wider than the terminal.
-
-    Each has the first `num_keys` columns, to the left, and some of the others, to the right. Long
-    cells wrap inside their column, and heads before a bracket.
-    """
-    heads = [head.replace(" [", "\n[") for head in map(format_cell, headers)]
-    columns = [
-        [folded(text, MAX_CELL_WIDTH) for text in [head, *map(format_cell, cells)]]
-        for head, *cells in zip(heads, *rows, strict=True)
-    ]
-    sizes = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
-    room = line_width() - sum(2 + size for size in sizes[:num_keys])
-    groups: list[list[int]] = [[]]  # columns of each table, without the keys
-    for i in range(num_keys, len(sizes)):
-        if groups[-1] and sum(2 + sizes[j] for j in [*groups[-1], i]) > room + 2:
-            groups.append([])
-        groups[-1].append(i)
-    keys = [(column, "left") for column in columns[:num_keys]]
-    tables = ([*keys, *((columns[i], "right") for i in group)] for group in groups)
-    return "\n\n".join(_grid(each, line_width()) for each in tables)
-
-
 def folded(text: str, width: int, indent: str = "") -> str:
     """Text with lines of at most `width` characters; `indent` begins those that go on."""
     lines = text.split("\n")
@@ -115,10 +91,10 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
         is_prompt = column.startswith("prompt")
         shown = ["\n".join(_cut(each, max_lines, is_prompt)) for each in lines]
         texts.append(([folded(head, room), *shown], "right" if is_number else "left"))
-    return _grid(texts, width)
+    return grid(texts, width)
 
 
-def _grid(columns: Sequence[tuple[Sequence[str], Any]], width: int) -> str:
+def grid(columns: Sequence[tuple[Sequence[str], Any]], width: int) -> str:
     """Columns as text with a rule below their heads: head and cells of each, and their side."""
     from rich.box import Box
     from rich.console import Console

@@ -1,21 +1,22 @@
 """The systems' table, the text for the terminal and the report of an evaluation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from common.distributed import is_rank0
-from common.evaluation.intervals import interval_cell
 from common.evaluation.records import BASELINES, Results
-from common.record.run_folder import METRICS, folder_of_run, short_path
-from common.record.terminal import NOT_MEASURED, folded, line_width, stacked_tables
+from common.evaluation.runs import folder_of_run
+from common.record.run_folder import METRICS, short_path
+from common.record.terminal import NOT_MEASURED, folded, format_cell, grid, line_width
 from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.figures import held_out, main_reward, reward_functions, summary_figures
 from common.report.page import numeric, run_facts, write_page
 from common.report.plots import system_colours
+from common.report.tables import interval_cell
 
 PAIR_NOTES = """\
 - Accuracy is the share of held-out pairs in which a system scores the chosen completion higher; a
@@ -34,6 +35,7 @@ READING_NOTES = f"""\
 - KL is to the reference in nats per completion, length is in tokens with the stop token, stop is
   the share of completions that ended by themselves. Minutes and GB are of training.
 - {NOT_MEASURED} means that it was not measured."""
+MAX_CELL_WIDTH = 30  # characters of a line in a cell of `stacked_tables`
 
 
 def systems_table(results: Results) -> Table:
@@ -86,6 +88,29 @@ def terminal_text(results: Results, verbose: bool) -> str:
     keys = [[*numeric(table), True].index(True) for table in shown]  # columns of names
     texts = [stacked_tables(t.headers, t.rows, n) for t, n in zip(shown, keys, strict=True)]
     return "\n\n".join([texts[0], folded(conclusions(results), line_width()), *texts[1:]])
+
+
+def stacked_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int) -> str:
+    """A table, in several one below another where it is wider than the terminal.
+
+    Each has the first `num_keys` columns, to the left, and some of the others, to the right. Long
+    cells wrap inside their column, and heads before a bracket.
+    """
+    heads = [head.replace(" [", "\n[") for head in map(format_cell, headers)]
+    columns = [
+        [folded(text, MAX_CELL_WIDTH) for text in [head, *map(format_cell, cells)]]
+        for head, *cells in zip(heads, *rows, strict=True)
+    ]
+    sizes = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    room = line_width() - sum(2 + size for size in sizes[:num_keys])
+    groups: list[list[int]] = [[]]  # columns of each table, without the keys
+    for i in range(num_keys, len(sizes)):
+        if groups[-1] and sum(2 + sizes[j] for j in [*groups[-1], i]) > room + 2:
+            groups.append([])
+        groups[-1].append(i)
+    keys = [(column, "left") for column in columns[:num_keys]]
+    tables = ([*keys, *((columns[i], "right") for i in group)] for group in groups)
+    return "\n\n".join(grid(each, line_width()) for each in tables)
 
 
 def conclusions(results: Results) -> str:

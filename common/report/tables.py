@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.evaluation.intervals import MIN_PROMPTS, interval_cell
+from common.evaluation.intervals import MIN_PROMPTS
 from common.evaluation.records import BASELINES, REFERENCE, Results
+from common.record.terminal import NOT_MEASURED
 from common.report.blocks import Section, Table
 
 Comparison = Mapping[str, Any]  # what `summary.compare` returns
@@ -83,6 +84,30 @@ def source_table(comparison: Comparison) -> Table:
         for system in systems
     ]
     return Table(["system", *headers], rows, SOURCE_NOTE)
+
+
+def interval_cell(
+    interval: Mapping[str, Any] | None,
+    scale: float,
+    digits: int,
+    key: str | None = "mean",
+    *,
+    prefix: str = "",
+    sign: str = "",
+) -> str:
+    """`value [low, high]` for a table, times the scale; an en dash without an interval.
+
+    `interval` has the value under the key (with None the ends are shown alone) and the ends under
+    `low` and `high` after a prefix, None without ends. The sign "+" is that of format().
+    """
+    if not interval:
+        return NOT_MEASURED
+    low, high = f"{prefix}low", f"{prefix}high"
+    names = [name for name in (key, low, high) if name and interval[name] is not None]
+    numbers = {name: scale * interval[name] or 0.0 for name in names}  # never -0.0
+    cells = {name: f"{number:{sign}.{digits}f}" for name, number in numbers.items()}
+    ends = f"[{cells[low]}, {cells[high]}]" if low in cells else ""
+    return f"{cells.get(key or '', '')} {ends}".strip() or NOT_MEASURED
 
 
 def accuracy_cell(accuracy: Mapping[str, Any]) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.evaluation.intervals import interval_cell
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.page import write_page
+from common.report.tables import interval_cell
 from experiments.overoptimization.plots import Results, draw_curves, draw_frontier, setting, title
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from common.evaluation.intervals import interval_cell, outcomes, t_quantile
+from common.evaluation.intervals import outcomes, t_quantile
 from common.evaluation.records import read_scores
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, GREY, save, style, titled_figure
+from common.report.tables import interval_cell
 from common.text.overlap import ngrams
 from experiments.outcomes import over
 from experiments.overoptimization import plots

@@ -19,7 +19,7 @@ from typing import Any
 
 from common.config.parser import Parser
 from common.errors import UserError
-from common.record.run_folder import run_cost
+from common.evaluation.runs import run_cost
 from common.report.blocks import Block, Picture, Section, Table
 from experiments.outcomes import (
     about,

@@ -21,12 +21,11 @@ from common import distributed
 from common.checkpoint import export
 from common.data import Example, PromptGroup
 from common.errors import UserError
-from common.evaluation import split
+from common.evaluation import runs, split
 from common.evaluation.intervals import outcomes, preference_accuracy
 from common.forward import Policy, RewardModel
 from common.model import fsdp
 from common.padding import padded_batch
-from common.record import run_folder
 from common.record.metrics import Accumulator
 from common.rewards.models import RewardModelFunction
 from common.rewards.score import RewardFunctions, short_names
@@ -211,18 +210,18 @@ def test_the_pair_table_shows_both_texts_and_scores():
 
 
 def test_a_run_s_cost_is_read_from_its_metrics(tmp_path):
-    assert run_folder.run_cost(tmp_path) == {}
+    assert runs.run_cost(tmp_path) == {}
     records = [
         {"step": 1, "loss": 2.0, "elapsed_minutes": 0.5, "peak_memory_gb": 1.0},
         {"step": 2, "elapsed_minutes": 1.5, "peak_memory_gb": 2.0},
         {"step": 2, "eval_loss": 2.0},
     ]
     tiny.write_rows(tmp_path / "metrics.jsonl", records)
-    assert run_folder.run_cost(tmp_path) == {"elapsed_minutes": 1.5, "peak_memory_gb": 2.0}
-    assert run_folder.folder_of_run("a/sft/model") == (Path("a/sft"), math.inf)
-    found = run_folder.folder_of_run("a/sft/checkpoints/step_00000012/model")
+    assert runs.run_cost(tmp_path) == {"elapsed_minutes": 1.5, "peak_memory_gb": 2.0}
+    assert runs.folder_of_run("a/sft/model") == (Path("a/sft"), math.inf)
+    found = runs.folder_of_run("a/sft/checkpoints/step_00000012/model")
     assert found == (Path("a/sft"), 12)
-    assert run_folder.run_cost(tmp_path, 1) == {"elapsed_minutes": 0.5, "peak_memory_gb": 1.0}
+    assert runs.run_cost(tmp_path, 1) == {"elapsed_minutes": 0.5, "peak_memory_gb": 1.0}
 
 
 # ---- reward models as reward functions -----------------------------------------------------------

@@ -13,13 +13,13 @@ from statsmodels.stats.proportion import proportion_confint
 from common.evaluation.intervals import (
     bootstrap_means,
     cluster_numbers,
-    interval_cell,
     mean_interval,
     outcomes,
     percentile_interval,
     preference_accuracy,
     wilson_interval,
 )
+from common.report.tables import interval_cell
 
 
 @pytest.mark.parametrize("successes", [0.5, 3, 12.5, 30])

@@ -10,9 +10,10 @@ import pytest
 from scipy import stats
 from statsmodels.stats.proportion import proportion_confint
 
-from common.evaluation.intervals import interval_cell, mean_over_prompts, share_over_prompts
+from common.evaluation.intervals import mean_over_prompts, share_over_prompts
 from common.evaluation.records import REFERENCE, Generation, PromptRecord, Verdict
 from common.evaluation.win_rates import all_win_rates, verdict
+from common.report.tables import interval_cell
 
 
 def generation(reward: float | None, text: str = "", tokens: int = 3, **rest: Any) -> Generation:
