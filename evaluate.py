@@ -34,7 +34,7 @@ from common.errors import UserError
 from common.evaluation import judges, measure, records, runs, split, summary
 from common.evaluation.config import EvaluateConfig, split_of
 from common.evaluation.measure import Reference
-from common.evaluation.records import EvaluationRows, Generation, PairScores, PromptRecord, Results
+from common.evaluation.records import EvaluationRows, PairScores, PromptRecord, Results
 from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy
 from common.model import fsdp, load
@@ -62,7 +62,11 @@ def main(config: EvaluateConfig) -> None:
     names, models = rewards.short_names, list(rewards.reward_models)
     rows = load_data(config, vocabulary, rewards)
     table = PairScores(records.describe_pairs(rows.pairs, rows.dataset, rows.split))
-    output_dir = start_folder(config)
+    output_dir = Path(config.output_dir)
+    if distributed.is_rank0():
+        save_run_files(output_dir, config, distributed.world_size())
+        for file in WRITTEN:  # by an earlier evaluation
+            (output_dir / file).unlink(missing_ok=True)
     mesh = distributed.mesh(config.num_replicas)
     rewards.load(mesh)
 
@@ -106,10 +110,9 @@ def main(config: EvaluateConfig) -> None:
     # Judge: completions are compared with each other and with the rows' own
     with records.kept(table, prompt_records, output_dir):
         judges.add_verdicts(prompt_records, comparing, rows.prompts, config.seed)
-    if rows.pairs:
-        texts = measure.completion_texts(rows.pairs, vocabulary)
-        table.add(measure.baselines(rows.pairs, texts, config.seed))
-    records.write_records(table, prompt_records, output_dir)
+        if rows.pairs:
+            texts = measure.completion_texts(rows.pairs, vocabulary)
+            table.add(measure.baselines(rows.pairs, texts, config.seed))
 
     # Summarise, write, show
     comparison = summary.compare(table) if rows.pairs else None
@@ -201,30 +204,19 @@ def generate(
     )
     split.check_sampler(sampler, prompts, rollouts, config.temperature)
 
-    def measured(judging: RewardFunctions) -> list[Generation]:
+    def add(judging: RewardFunctions) -> None:
         ref_policy = reference.policy if reference else None
-        return measure.measure_completions(
+        completions = measure.measure_completions(
             policy, ref_policy, judging, prompts, rollouts, config, config.temperature
         )
+        records.add_system(prompt_records, name, completions)
 
     try:
         with distributed.together():
-            completions = measured(rewards)
+            add(rewards)
     except UserError:
-        unjudged = measured(RewardFunctions({}, [], rewards.vocabulary))
-        records.add_system(prompt_records, name, unjudged)
+        add(RewardFunctions({}, [], rewards.vocabulary))
         raise
-    records.add_system(prompt_records, name, completions)
-
-
-def start_folder(config: EvaluateConfig) -> Path:
-    """Write what the run is, and remove what an earlier evaluation wrote; returns the folder."""
-    output_dir = Path(config.output_dir)
-    if distributed.is_rank0():
-        save_run_files(output_dir, config, distributed.world_size())
-        for name in WRITTEN:
-            (output_dir / name).unlink(missing_ok=True)
-    return output_dir
 
 
 def load_data(

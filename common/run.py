@@ -188,7 +188,7 @@ class Run:
         from common.checkpoint import export
 
         reward_shift = shift()
-        try:
+        with self.kept_if_users_fail(self.total_steps):
             export.save_pretrained(
                 self.module,
                 self.vocabulary,
@@ -196,9 +196,6 @@ class Run:
                 self.config,
                 reward_shift=reward_shift,
             )
-        except UserError as error:  # on every rank
-            self.checkpointer.save_after(error, self.total_steps)
-            raise
         return reward_shift
 
     def run_hooks(self, hooks: Sequence[Hook]) -> None:

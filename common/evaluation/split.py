@@ -226,9 +226,6 @@ def pair_table(
     table = []
     names = ("prompt", "chosen", "rejected", "chosen score", "rejected score")
     for example, score in zip(examples[: config.num_sample_prompts], scores.tolist(), strict=False):
-        texts = (
-            vocabulary.tokenizer.decode(ids, skip_special_tokens=True)
-            for ids in example.completions
-        )
+        texts = vocabulary.tokenizer.batch_decode(example.completions, skip_special_tokens=True)
         table.append(dict(zip(names, (example.prompt, *texts, *score), strict=True)))
     return table

@@ -161,12 +161,9 @@ class RunLogger:
         try:
             for removed in [each for each in (*self._run_files, path) if not each.exists()]:
                 print(f"warning: {removed} was removed in mid-run; it is written again", flush=True)
-                if removed != path:
-                    write_atomically(removed, [self._run_files[removed]])
-                    continue
                 file.seek(0)
+                write_atomically(removed, [self._run_files.get(removed) or file.read()])
                 self._files[name] = path.open("a+", encoding="utf-8")
-                self._files[name].write(file.read())
             self._files[name].writelines(map(json_line, records))
             self._files[name].flush()  # for readers, and for a resumed run after a crash
         except OSError as error:
