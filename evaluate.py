@@ -31,11 +31,10 @@ from typing import TYPE_CHECKING, Any
 from common import distributed, launch, self_checks
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import judges, measure, records, runs, split, summary
+from common.evaluation import measure, records, runs, split, summary
 from common.evaluation.config import EvaluateConfig, split_of
 from common.evaluation.measure import Reference
 from common.evaluation.records import EvaluationRows, PairScores, PromptRecord, Results
-from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy
 from common.model import fsdp, load
 from common.record.run_folder import save_run_files
@@ -49,6 +48,8 @@ WRITTEN = (records.RESULTS, "report.html", "report.md", records.SCORES, records.
 
 def main(config: EvaluateConfig) -> None:
     """Score pairs and generations with every system, write the results, print the table."""
+    from common.evaluation import judges
+    from common.evaluation.win_rates import all_win_rates
     from common.report import evaluation_report
 
     distributed.seed_everything(config.seed)

@@ -41,7 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
 from common.data import Example
-from common.evaluation import split
+from common.evaluation import pair_scores, split
+from common.evaluation.pair_scores import pair_logps
 from common.forward import Policy
 from common.losses import preference_loss, sequence_logps
 from common.model import fsdp, load
@@ -69,7 +70,7 @@ def main(config: DPOConfig) -> None:
     train_set, eval_set = load_pairs(config, vocabulary, configs[0], mesh, is_resumed=is_resumed)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
-    shared_lengths = split.shorter_lengths(train_set)  # (rows,)
+    shared_lengths = pair_scores.shorter_lengths(train_set)  # (rows,)
     shown = one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
 
     # Frozen reference, which scores pairs ahead of training and can then be freed
@@ -97,13 +98,13 @@ def main(config: DPOConfig) -> None:
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config)
     if config.self_check and reference.first is not None and paths[0] == paths[1]:
-        pair_logps = split.score_examples(policy, train_set[:1], config, vocabulary, "reference")
-        self_checks.dpo_starts_at_ln_2(pair_logps, reference.first)  # (1, 2) each
+        first_logps = split.score_examples(policy, train_set[:1], config, vocabulary, "reference")
+        self_checks.dpo_starts_at_ln_2(first_logps, reference.first)  # (1, 2) each
     run = Run(policy, order, config, resume_from, vocabulary)
 
     def evaluate(step: int) -> None:
         if eval_set:
-            score = partial(split.pair_logps, policy, eval_set, config, vocabulary, "scoring pairs")
+            score = partial(pair_logps, policy, eval_set, config, vocabulary, "scoring pairs")
             logps = score(config.ld_alpha)  # (rows, 2)
             sums = score() if config.ld_alpha < 1 and config.sft_weight else logps
             ref_logps = reference.held_out
@@ -111,7 +112,7 @@ def main(config: DPOConfig) -> None:
             lengths = data.lengths(eval_set)[:, 1:]
             losses = pair_losses(logps, ref_logps, sums, lengths, config)
             rewards = config.implicit_reward(logps, ref_logps, lengths)
-            run.logger.log(step, split.held_out_metrics(rewards, losses))
+            run.logger.log(step, pair_scores.held_out_metrics(rewards, losses))
 
     def show_samples(step: int) -> None:
         shown_logps = token_records.token_logps(policy, shown, config, vocabulary)
@@ -139,7 +140,7 @@ def main(config: DPOConfig) -> None:
             run.metrics.add("chosen_logp", (sums[:, 0] * real).sum(), real.sum())
             run.metrics.add("rejected_logp", (sums[:, 1] * real).sum(), real.sum())
             rewards = config.implicit_reward(logps, ref_logps, lengths)  # (N, 2)
-            split.add_pair_metrics(run.metrics, rewards, real)
+            pair_scores.add_pair_metrics(run.metrics, rewards, real)
         run.update()
         run.end_step(evaluate, show_samples)
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from common import data, distributed, launch, self_checks
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import split
+from common.evaluation import pair_scores, split
 from common.forward import RewardModel
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
@@ -86,8 +86,8 @@ def main(config: RewardConfig) -> None:
         if eval_set:
             scores = split.score_examples(model, eval_set, config, vocabulary, "scoring pairs")
             losses = pair_losses(scores, held_out_margins, config)
-            run.logger.log(step, split.held_out_metrics(scores, losses))
-            run.logger.samples(step, split.pair_table(eval_set, scores, vocabulary, config))
+            run.logger.log(step, pair_scores.held_out_metrics(scores, losses))
+            run.logger.samples(step, pair_scores.pair_table(eval_set, scores, vocabulary, config))
 
     # Loop
     for step in run.steps():
@@ -102,7 +102,7 @@ def main(config: RewardConfig) -> None:
             loss = (losses * real).sum() / num_pairs
             loss.backward()
             run.metrics.add("loss", loss * num_pairs, real.sum())
-            split.add_pair_metrics(run.metrics, rewards, real)
+            pair_scores.add_pair_metrics(run.metrics, rewards, real)
             longer = wins(*batch.completion_mask.sum(-1).view(-1, 2).unbind(-1))  # (N,)
             run.metrics.add("chosen_longer", (longer * real).sum(), real.sum())
         run.update()

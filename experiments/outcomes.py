@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.evaluation.intervals import finite_vector, t_quantile
+from common.evaluation.accuracy import finite_vector
+from common.evaluation.intervals import t_quantile
 from common.record.run_folder import ENVIRONMENT, read_config, read_metrics
 from common.report.blocks import Block, Section, Table
 from common.report.page import write_page

@@ -1,99 +1,25 @@
-"""What may be concluded from a finite sample: accuracies, means and shares with 95% intervals.
+"""What may be concluded from a finite sample: means and shares with 95% intervals.
 
 Rows with the same prompt are drawn together (`bootstrap_means`); where every prompt occurs once the
 rows are independent, and simpler intervals hold. A value that was not measured, None, is left out,
 and `count` says how many are in. Resampling is seeded: the same values, the same interval.
 """
 
-import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from common.losses import wins
-from common.record.glossary import with_interval
+from common.evaluation.accuracy import Floats, finite_vector, wilson_interval
 
 NUM_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0
 MIN_PROMPTS = 10  # below, resamples of prompts say next to nothing, and of one prompt, nothing
 
-Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 Values = Sequence[float | None]
-
-
-@dataclass(frozen=True)
-class PreferenceAccuracy:
-    """Share of pairs whose chosen completion a system scores above the rejected one."""
-
-    accuracy: float  # (wins + ties / 2) / pairs, in [0, 1]
-    low: float  # of the 95% Wilson interval
-    high: float
-    num_pairs: int
-    num_ties: int  # pairs whose two scores are equal
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The accuracy and its interval as logged metrics."""
-        return with_interval("eval_accuracy", self.accuracy, self.low, self.high)
-
-
-def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[float, float]:
-    """Score interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4).
-
-    Unlike p +- z sqrt(p (1 - p) / n) it stays inside [0, 1], and has a width at p = 0 and 1.
-    (scipy's takes whole numbers of successes only: here a tie is half of one.) `z` is the standard
-    normal quantile, 1.96 for 95%.
-    """
-    assert total > 0, "an interval needs trials"
-    assert 0 <= successes <= total, f"{successes} successes in {total} trials"
-    share, z_squared = successes / total, z * z
-    centre = (share + z_squared / (2 * total)) / (1 + z_squared / total)
-    variance = share * (1 - share) / total + z_squared / (4 * total * total)
-    half_width = z * math.sqrt(variance) / (1 + z_squared / total)
-    # At 0 and at `total` an end is the share exactly, which rounding must not put it beyond.
-    return max(0.0, min(share, centre - half_width)), min(1.0, max(share, centre + half_width))
-
-
-def preference_accuracy(counts: Floats) -> PreferenceAccuracy:
-    """The mean of `outcomes` (N,).
-
-    The interval takes the pairs as independent, and with ties it is a little too wide.
-    """
-    low, high = wilson_interval(float(counts.sum()), counts.size)
-    num_ties = int((counts == 0.5).sum())
-    return PreferenceAccuracy(float(counts.mean()), low, high, counts.size, num_ties)
-
-
-def outcomes(chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike) -> Floats:
-    """Outcome of each pair, (N,): 1 if chosen scores higher, 0.5 in a tie, else 0.
-
-    A tie counts one half: as a failure it would punish coarse scores (bfloat16 rewards tie often),
-    as a success it would give a constant score 100%.
-
-    Raises:
-        RuntimeError: a score is not finite; it would silently count as a failure.
-    """
-    chosen, rejected = finite_vector(chosen_scores), finite_vector(rejected_scores)  # (N,)
-    assert chosen.shape == rejected.shape, f"{chosen.shape} chosen, {rejected.shape} rejected"
-    return np.asarray(wins(chosen, rejected))
-
-
-def finite_vector(values: Tensor | ArrayLike) -> Floats:
-    """`values` as (N,) float64, N at least 1; a RuntimeError if one is not finite."""
-    if isinstance(values, Tensor):
-        values = values.detach().double().cpu().numpy()
-    vector = np.asarray(values, dtype=np.float64)
-    assert vector.ndim == 1, f"shape {vector.shape}, one dimension expected"
-    assert vector.size > 0, "statistics of nothing"
-    num_bad = int((~np.isfinite(vector)).sum())
-    if num_bad:
-        raise RuntimeError(f"{num_bad} of {vector.size} values are not finite.")
-    return vector
 
 
 # ---- resampling ----------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from common import data, distributed, noise
 from common.config.stages import CommonConfig
 from common.data import Example
+from common.evaluation.accuracy import Floats
 from common.evaluation.config import EvaluateConfig
-from common.evaluation.intervals import Floats
+from common.evaluation.pair_scores import ImplicitReward, pair_logps
 from common.evaluation.records import BASELINES, Generation
-from common.evaluation.split import ImplicitReward, pair_logps, score_examples
+from common.evaluation.split import score_examples
 from common.forward import Policy
 from common.padding import AnyBatch
 from common.text.example import Vocabulary

@@ -26,7 +26,7 @@ import numpy as np
 from common.data import Example
 from common.distributed import is_rank0
 from common.errors import UserError
-from common.evaluation.intervals import Floats, finite_vector
+from common.evaluation.accuracy import Floats, finite_vector
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 
 SCORES = "scores.jsonl"

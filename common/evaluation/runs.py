@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from common.evaluation.split import ImplicitReward
+from common.evaluation.pair_scores import ImplicitReward
 from common.record.run_folder import read_config, read_metrics
 
 

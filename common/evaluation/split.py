@@ -1,24 +1,21 @@
 """Evaluation on a whole split in fixed order, split over ranks, the same numbers on every rank."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from common import data, distributed
-from common.config.stages import CommonConfig, TrainConfig
+from common.config.stages import CommonConfig
 from common.data import Example, PromptGroup
 from common.forward import sequence_scores
-from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, sequence_logps, wins
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.self_checks import sampler_equals_trainer
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
-    from common.record.metrics import Accumulator
     from common.sampling.sampler import Rollouts, Sampler
 
 
@@ -128,104 +125,3 @@ def mean_sft_loss(
     totals = score_examples(model, examples, config, vocabulary, "evaluating", score=sums)
     logp, num_tokens = totals.sum((0, 1)).tolist()  # of (N, 1, 2)
     return float(-logp / num_tokens)
-
-
-def shorter_lengths(examples: Sequence[Example]) -> Tensor:
-    """Tokens of the shorter completion of each pair, (rows,) on the device."""
-    shorter: Tensor = data.lengths(examples)[:, 1:].amin(1)
-    return shorter.to(distributed.device())
-
-
-def tail_weighted_logps(
-    model: nn.Module, batches: Iterable[AnyBatch], pairs: Sequence[Example], ld_alpha: float
-) -> Tensor:
-    """Log-probabilities (N, 2) of N pairs in these batches; tails count `ld_alpha`. Collective."""
-    shared_lengths = shorter_lengths(pairs)  # (N,)
-
-    def score(model: nn.Module, batch: AnyBatch) -> Tensor:
-        shared = shared_lengths[batch.slots // 2]  # (B,)
-        token_logps = model(batch).token_logps  # (B, C)
-        return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
-
-    return score_batches(model, batches, 2 * len(pairs), score).view(-1, 2)
-
-
-@dataclass(frozen=True)
-class ImplicitReward:
-    """The reward by which a run's preference loss judges a completion; its flags decide.
-
-    beta (log pi - log ref) (Rafailov et al. 2023, eq. 5); per token with `PER_TOKEN_LOSSES`, and
-    without log ref with `REFERENCE_FREE_LOSSES` (SimPO, Meng et al. 2024, eq. 4). Of a sum of
-    losses: with the reference if one of them has it, per token if all are.
-    """
-
-    loss_type: Sequence[str] = ("sigmoid",)  # one or several of `PREFERENCE_LOSSES`
-    beta: float = 1.0
-    reference_free: bool = False  # every completion is as likely in the reference
-    ld_alpha: float = 1.0  # weight of tokens beyond the shorter completion's length in log-probs
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether any loss compares with the reference."""
-        return not self.reference_free and not set(self.loss_type) <= set(REFERENCE_FREE_LOSSES)
-
-    def __call__(self, logps: Tensor, ref_logps: Tensor | None, lengths: Tensor) -> Tensor:
-        """Rewards (N, 2) by `sequence_logps` (N, 2) and lengths (N, 2) in tokens."""
-        if self.needs_reference and ref_logps is not None:
-            logps = logps - ref_logps
-        is_per_token = set(self.loss_type) <= set(PER_TOKEN_LOSSES)
-        return self.beta * (logps / lengths if is_per_token else logps)
-
-
-def pair_logps(
-    policy: nn.Module,
-    pairs: Sequence[Example],
-    config: CommonConfig,
-    vocabulary: Vocabulary,
-    title: str,
-    ld_alpha: float = 1.0,
-) -> Tensor:
-    """Log-probabilities (N, 2) of N pairs; tails count `ld_alpha`. Collective."""
-    if ld_alpha == 1:
-        return score_examples(policy, pairs, config, vocabulary, title)
-    # Where tails begin depends on the other completion of the row, so no row is left out.
-    rows = list(range(distributed.rank(), len(pairs), distributed.world_size()))
-    batches = data.micro_batches(pairs, rows, config, vocabulary)
-    return tail_weighted_logps(policy, batches, pairs, ld_alpha)
-
-
-def held_out_metrics(scores: Tensor, losses: Tensor) -> dict[str, float]:
-    """Metrics of N held-out pairs by their scores (N, 2), chosen first, and losses (N,)."""
-    from common.evaluation.intervals import outcomes, preference_accuracy
-
-    margin, loss = (scores[:, 0] - scores[:, 1]).mean(), losses.mean()
-    metrics = preference_accuracy(outcomes(*scores.unbind(1))).metrics
-    return metrics | {"eval_reward_margin": float(margin), "eval_loss": float(loss)}
-
-
-def add_pair_metrics(metrics: "Accumulator", rewards: Tensor, real: Tensor) -> None:
-    """Add the metrics of N pairs by their rewards (N, 2), implicit ones or a reward model's.
-
-    Where `real` (N,) is False a pair is filler that counts nowhere.
-    """
-    chosen, rejected = rewards.detach().unbind(-1)  # (N,) each
-    columns = {
-        "chosen_reward": chosen,
-        "rejected_reward": rejected,
-        "reward_margin": chosen - rejected,
-        "accuracy": wins(chosen, rejected),
-    }
-    for name, values in columns.items():
-        metrics.add(name, (values * real).sum(), real.sum())
-
-
-def pair_table(
-    examples: Sequence[Example], scores: Tensor, vocabulary: Vocabulary, config: TrainConfig
-) -> list[dict[str, Any]]:
-    """Rows to print: prompt end, both completions and their scores (N, 2)."""
-    table = []
-    names = ("prompt", "chosen", "rejected", "chosen score", "rejected score")
-    for example, score in zip(examples[: config.num_sample_prompts], scores.tolist(), strict=False):
-        texts = vocabulary.tokenizer.batch_decode(example.completions, skip_special_tokens=True)
-        table.append(dict(zip(names, (example.prompt, *texts, *score), strict=True)))
-    return table

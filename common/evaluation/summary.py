@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from common.evaluation import intervals
-from common.evaluation.intervals import Floats, Numbers, mean_over_prompts, share_over_prompts
+from common.evaluation.accuracy import Floats, outcomes, preference_accuracy
+from common.evaluation.intervals import Numbers, mean_over_prompts, share_over_prompts
 from common.evaluation.records import REFERENCE, PairScores, PromptRecord
 from common.evaluation.runs import folder_of_run, run_cost
 from common.text.overlap import distinct_share
@@ -37,7 +38,7 @@ def compare(table: PairScores) -> dict[str, Any]:
         pairs have one source); differences: as `paired_differences`.
     """
     clusters = intervals.cluster_numbers([pair["prompt_sha256"] for pair in table.pairs])  # (N,)
-    wins = {name: intervals.outcomes(*scores.T) for name, scores in table.scores.items()}
+    wins = {name: outcomes(*scores.T) for name, scores in table.scores.items()}
     sources = np.array([pair["source"] for pair in table.pairs])
     by_source: dict[str, dict[str, Any]] = {}
     if len(set(sources)) > 1:
@@ -68,7 +69,7 @@ def accuracies(wins: Mapping[str, Floats], clusters: Numbers) -> dict[str, dict[
     means = intervals.bootstrap_means(np.stack(list(wins.values()), axis=1), clusters)  # (R, S)
     by_system = {}
     for (name, counts), column in zip(wins.items(), means.T, strict=True):
-        accuracy = asdict(intervals.preference_accuracy(counts))
+        accuracy = asdict(preference_accuracy(counts))
         low, high = prompt_interval(column, accuracy["accuracy"], num_prompts)
         over_prompts = {"num_prompts": num_prompts, "prompt_low": low, "prompt_high": high}
         by_system[name] = accuracy | over_prompts

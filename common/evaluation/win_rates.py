@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from common.evaluation import intervals
-from common.evaluation.intervals import Floats
+from common.evaluation.accuracy import Floats
 from common.evaluation.records import PromptRecord, system_names
 from common.losses import wins as wins_of
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from common import distributed
 from common.data import Example
 from common.errors import EngineError
-from common.evaluation import intervals, split
+from common.evaluation import accuracy, intervals, split
 from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import reward
@@ -68,8 +68,8 @@ class HeldOut:
                 policy, self.pairs, self.config, vocabulary, "scoring pairs"
             )
             rewards = logps if self.ref_logps is None else logps - self.ref_logps  # (pairs, 2)
-            outcomes = intervals.outcomes(*rewards.unbind(1))
-            metrics |= intervals.preference_accuracy(outcomes).metrics
+            outcomes = accuracy.outcomes(*rewards.unbind(1))
+            metrics |= accuracy.preference_accuracy(outcomes).metrics
         return metrics
 
     def of_prompts(self, step: int, total_steps: int) -> dict[str, float]:

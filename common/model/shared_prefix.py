@@ -174,9 +174,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: (B, T, H, d), and None for the weights."""
     if layout is None:
-        return sdpa_attention_forward(
+        output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
+        return output, None
     return attend_by_layout(module, query, key, value, scaling, layout, options), None
 
 

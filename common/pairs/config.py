@@ -13,7 +13,7 @@ from common.config.flags import (
 )
 from common.config.stages import RowsConfig, TrainConfig
 from common.errors import UserError
-from common.evaluation.split import ImplicitReward
+from common.evaluation.pair_scores import ImplicitReward
 from common.losses import PER_TOKEN_LOSSES, PREFERENCE_LOSSES, SMOOTHED_LOSSES
 from common.sampling.vllm.config import EngineConfig
 

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, self_checks
 from common.data import Example
-from common.evaluation import split
+from common.evaluation import pair_scores, split
+from common.evaluation.pair_scores import pair_logps
 from common.forward import Policy
 from common.model import fsdp, load
 from common.padding import AnyBatch
@@ -81,7 +82,7 @@ def load_reference(
     scores.shown = token_records.token_logps(reference, shown, config, vocabulary)
     if eval_set:
         held_out = partial(
-            split.pair_logps, reference, eval_set, config, vocabulary, "reference", config.ld_alpha
+            pair_logps, reference, eval_set, config, vocabulary, "reference", config.ld_alpha
         )
         key = scores_key(eval_set, config, scores.first)
         rows: Sequence[int] = range(len(eval_set))
@@ -113,7 +114,7 @@ def training_logps(
         for step in distributed.progress_bar("reference", None, items=steps)
         for batch in data.micro_batches(train_set, order.rows(step), config, vocabulary)
     )
-    logps = split.tail_weighted_logps(reference, batches, train_set, config.ld_alpha)
+    logps = pair_scores.tail_weighted_logps(reference, batches, train_set, config.ld_alpha)
     is_seen = torch.zeros(len(train_set), 1, dtype=torch.bool)
     is_seen[order.rows_until(len(steps))] = True
     return logps.where(is_seen, torch.nan)

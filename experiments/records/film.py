@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from common.evaluation.intervals import outcomes, t_quantile
+from common.evaluation.accuracy import outcomes
+from common.evaluation.intervals import t_quantile
 from common.evaluation.records import read_scores
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown

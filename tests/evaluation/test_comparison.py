@@ -28,8 +28,8 @@ from common import distributed
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs, summary
+from common.evaluation.pair_scores import ImplicitReward
 from common.evaluation.records import BASELINES, PairScores, Results
-from common.evaluation.split import ImplicitReward
 from common.model import load
 from common.report import evaluation_report, tables
 from common.rewards.models import RewardModelFunction

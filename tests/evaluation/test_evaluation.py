@@ -21,8 +21,8 @@ from common import distributed
 from common.checkpoint import export
 from common.data import Example, PromptGroup
 from common.errors import UserError
-from common.evaluation import runs, split
-from common.evaluation.intervals import outcomes, preference_accuracy
+from common.evaluation import pair_scores, runs, split
+from common.evaluation.accuracy import outcomes, preference_accuracy
 from common.forward import Policy, RewardModel
 from common.model import fsdp
 from common.padding import padded_batch
@@ -167,7 +167,7 @@ def test_preference_accuracy_is_a_count(model):
     torch.testing.assert_close(scores, plain, rtol=0, atol=1e-4)
     swapped = [Example(e.row, "", e.prompt_ids, e.completions[::-1], {}) for e in pairs]
     scores = score(swapped, tiny.train_config(), tiny.vocabulary(), "pairs")
-    metrics = split.held_out_metrics(scores, torch.tensor([0.25, 0.5] * 4))
+    metrics = pair_scores.held_out_metrics(scores, torch.tensor([0.25, 0.5] * 4))
     margin = (plain[:, 1] - plain[:, 0]).mean()
     assert metrics["eval_accuracy"] == pytest.approx(1 - accuracy.accuracy)
     assert metrics["eval_reward_margin"] == pytest.approx(float(margin), abs=1e-4)
@@ -179,7 +179,7 @@ def test_pair_metrics_by_hand():
     rewards = torch.tensor([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0], [1.0, -1.0], [99.0, -99.0]])
     real = torch.tensor([True, True, True, True, False])
     metrics = Accumulator(torch.device("cpu"))
-    split.add_pair_metrics(metrics, rewards.requires_grad_(), real)
+    pair_scores.add_pair_metrics(metrics, rewards.requires_grad_(), real)
     assert metrics.reduce() == pytest.approx(
         {
             "chosen_reward": 6 / 4,
@@ -198,7 +198,7 @@ def test_the_pair_table_shows_both_texts_and_scores():
     pairs = [Example(i, f"prompt {i}", [5], [[*ids, 0] for ids in words], {}) for i in range(3)]
     scores = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     config = tiny.train_config(num_sample_prompts=2)
-    table = split.pair_table(pairs, scores, tiny.vocabulary(), config)
+    table = pair_scores.pair_table(pairs, scores, tiny.vocabulary(), config)
     assert len(table) == 2
     assert table[1] == {
         "prompt": "prompt 1",

@@ -10,14 +10,12 @@ import statsmodels.api as sm
 import torch
 from statsmodels.stats.proportion import proportion_confint
 
+from common.evaluation.accuracy import outcomes, preference_accuracy, wilson_interval
 from common.evaluation.intervals import (
     bootstrap_means,
     cluster_numbers,
     mean_interval,
-    outcomes,
     percentile_interval,
-    preference_accuracy,
-    wilson_interval,
 )
 from common.report.tables import interval_cell
 

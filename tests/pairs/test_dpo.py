@@ -23,7 +23,7 @@ import train_reward
 from common import losses
 from common.data import BatchOrder, Example
 from common.errors import UserError
-from common.evaluation import split
+from common.evaluation import pair_scores
 from common.evaluation.config import EvaluateConfig
 from common.forward import Policy, RewardModel
 from common.model import load
@@ -428,7 +428,7 @@ def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(from_rollouts, "pairs_from_rollouts", refuse)
-        patch.setattr(split, "tail_weighted_logps", refuse)
+        patch.setattr(pair_scores, "tail_weighted_logps", refuse)
         train_dpo.main(DPOConfig(**flags))
         assert weights.read_bytes() == whole
         assert untimed_lines(tmp_path / "run") == lines
