@@ -44,16 +44,15 @@ def test_group_advantages_by_hand(baseline: str, centred: list[list[float]]):
     def ours(scale: str) -> Tensor:
         return advantages.group_advantages(REWARDS, scale=scale, baseline=baseline)
 
-    close(ours("none"), centred)
-    by_group = [
-        [value / (std + EPSILON) for value in row]
-        for row, std in zip(centred, GROUP_STD, strict=True)
-    ]
-    close(ours("group"), by_group)
+    divisors = {"none": (1, 1), "group": [std + EPSILON for std in GROUP_STD], "mean": (3, 10)}
+    divisors["batch"] = [BATCH_STD + EPSILON] * 2
+    for scale, by_group in divisors.items():
+        rows = zip(centred, by_group, strict=True)
+        close(ours(scale), [[value / divisor for value in row] for row, divisor in rows])
     if baseline == "mean":
         assert torch.equal(advantages.group_advantages(REWARDS), ours("group"))
-    close(ours("batch"), [[value / (BATCH_STD + EPSILON) for value in row] for row in centred])
-    close(ours("mean"), [[value / 3 for value in centred[0]], [value / 10 for value in centred[1]]])
+        # A large common reward costs no digits.
+        close(advantages.group_advantages(REWARDS.double() + 1e6), ours("group"))
 
 
 def test_scaled_by_the_mean_of_rewards_of_0_and_1_the_gradient_is_that_of_the_log_likelihood():
@@ -121,12 +120,6 @@ def test_objectives_that_cancel_but_for_rounding_teach_nothing():
     assert not advantages.step_advantages(steps, ends, mask, num_generations=2).any()
 
 
-def test_the_batch_s_deviation_is_that_of_the_groups_in_the_batch():
-    # Of the first group alone: mean 3, squared deviations 14, four rewards.
-    ours = advantages.group_advantages(REWARDS, scale="batch", counted=torch.tensor([True, False]))
-    close(ours[0], [value / (GROUP_STD[0] + EPSILON) for value in CENTRED[0]])
-
-
 @pytest.mark.parametrize("scale", advantages.SCALES)
 @pytest.mark.parametrize("baseline", advantages.BASELINES)
 def test_equal_rewards_give_exactly_zero(scale: str, baseline: str):
@@ -138,12 +131,7 @@ def test_equal_rewards_give_exactly_zero(scale: str, baseline: str):
                 assert (result == 0).all()
 
 
-def test_a_large_common_reward_costs_no_digits():
-    shifted = REWARDS.double() + 1e6
-    close(advantages.group_advantages(shifted), advantages.group_advantages(REWARDS))
-
-
-def test_batch_scale_counts_the_prompts_of_all_ranks():
+def test_batch_scale_counts_the_prompts_of_all_ranks_that_are_counted():
     whole = advantages.group_advantages(REWARDS, scale="batch")
     for rank in (0, 1):
         other = REWARDS[1 - rank].double()
@@ -154,6 +142,9 @@ def test_batch_scale_counts_the_prompts_of_all_ranks():
         )
         close(ours, whole[rank : rank + 1])
         all_reduce.assert_called_once()
+    # Of the first group alone: mean 3, squared deviations 14, four rewards.
+    ours = advantages.group_advantages(REWARDS, scale="batch", counted=torch.tensor([True, False]))
+    close(ours[0], [value / (GROUP_STD[0] + EPSILON) for value in CENTRED[0]])
 
 
 def test_normalise_globally_over_two_ranks_and_a_mask():
@@ -177,16 +168,11 @@ def test_normalise_globally_over_two_ranks_and_a_mask():
         seen += ours[mask[rank]].tolist()
     assert abs(statistics.mean(seen)) < 1e-6
     assert abs(statistics.stdev(seen) - 1) < 1e-3
-
-
-def test_normalise_globally_without_samples_is_zero():
-    def alone(sums: Tensor) -> Tensor:
-        return sums
-
-    nothing = torch.zeros(2, 2, dtype=torch.bool)
-    close(advantages.normalise_globally(torch.ones(2, 2), nothing, alone), torch.zeros(2, 2))
-    one = advantages.normalise_globally(torch.tensor([5.0]), torch.tensor([True]), alone)
-    close(one, [0.0])
+    for counted in ([False, False], [True, False]):  # no deviation of none, or of one
+        alone = advantages.normalise_globally(
+            torch.tensor([5.0, 1.0]), torch.tensor(counted), lambda sums: sums
+        )
+        close(alone, [0.0, 0.0])
 
 
 # ---- step advantages -----------------------------------------------------------------------------
@@ -242,19 +228,12 @@ def test_step_advantages_by_hand():
         [[1.0, 3.0], [2.0, 2.0]], [[0, 2], [1, 2]], mask, num_generations=2
     )
     close(ours, [[0.0, unit, unit, 0.0], [0.0, 0.0, 0.0, 0.0]])
-
-
-def test_equal_step_rewards_give_exactly_zero():
     mask = torch.ones(2, 3, dtype=torch.bool)
-    ours = advantages.step_advantages([[0.1, 0.1], [0.1]], [[0, 2], [1]], mask, num_generations=2)
-    assert (ours == 0).all()
-
-
-@pytest.mark.parametrize("end", [3, -2])
-def test_steps_outside_of_the_completion_are_refused(end: int):
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"completion 1 .* between 0 and 2"):
-        advantages.step_advantages([[1.0], [1.0]], [[0], [end]], mask, num_generations=2)
+    equal = advantages.step_advantages([[0.1, 0.1], [0.1]], [[0, 2], [1]], mask, num_generations=2)
+    assert (equal == 0).all()
+    for end in (3, -2):  # outside of the completion
+        with pytest.raises(ValueError, match=r"completion 1 .* between 0 and 2"):
+            advantages.step_advantages([[1.0], [1.0]], [[0], [end]], mask, num_generations=2)
 
 
 # ---- rejection sampling --------------------------------------------------------------------------

@@ -7,7 +7,6 @@ its mask, nor on how the optimiser step is cut into micro-batches.
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -45,17 +44,13 @@ def test_sft_loss_by_hand_ignores_padding():
     close(loss, 7 / 3)
     loss.backward()
     close(logps.grad, [[-1 / 3, -1 / 3, 0], [-1 / 3, 0, 0]])
+    close(losses.sft_loss(logps, mask & False, num_tokens=0), 0.0)
 
 
 def test_sft_micro_batches_add_up_to_the_mean_over_tokens():
-    logps = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, 0.0, 0.0]])
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-    num_tokens = mask.sum()
-    parts = [
-        losses.sft_loss(logps[i : i + 1], mask[i : i + 1], num_tokens=num_tokens) for i in (0, 1)
-    ]
+    rows = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-4.0]])
+    parts = [losses.sft_loss(row, torch.ones_like(row).bool(), num_tokens=4) for row in rows]
     close(sum(parts), 2.5)  # not the mean of the rows' means, (2 + 4) / 2
-    close(losses.sft_loss(logps, mask & False, num_tokens=0), 0.0)
 
 
 def test_bradley_terry_by_hand():
@@ -252,9 +247,7 @@ def test_kl_estimators_over_all_sequences_of_two_tokens(estimator: str):
     backward = kl(ref_first, pi_first) + (ref_first * kl(ref_second, pi_second)).sum()
     assert (forward - backward).abs() > 0.05, "the two directions differ in this example"
     if estimator == "k2":
-        log_ratios = torch.stack(
-            [(p / q).log() for p, q in zip(logps.exp(), ref.exp(), strict=True)]
-        )
+        log_ratios = (logps.exp() / ref.exp()).log()
         close(expectation, (weights[:, None] * log_ratios.square() / 2).sum(), 1e-9)
         assert (expectation - forward).abs() > 1e-3, "k2 is biased"
     else:
@@ -409,61 +402,6 @@ CLIPPING = [
 ]
 
 
-def check_by_hand(
-    ratio: float,
-    advantage: float,
-    loss: float,
-    slope: float,
-    is_clipped: bool,
-    old_logp: float = -1.3,
-    **options: Any,
-) -> None:
-    """One token with log pi = old + log ratio, and one under the mask."""
-    mask = torch.tensor([[True, False]])
-    old = torch.tensor([[old_logp, torch.nan]])
-    logps = torch.tensor([[old_logp + math.log(ratio), 0.0]], requires_grad=True)
-    terms = (logps, old, torch.tensor([advantage]), mask)
-    ours = losses.policy_loss(*terms, **options)
-    close(ours, [[loss, 0.0]])
-    ours.sum().backward()
-    close(logps.grad, [[slope, 0.0]])
-    options.pop("temperatures", None)
-    assert losses.clipped_tokens(*terms, **options).tolist() == [[is_clipped, False]]
-
-
-@pytest.mark.parametrize(("ratio", "advantage", "options", "loss", "slope"), CLIPPING)
-def test_clipping_by_hand(ratio: float, advantage: float, options: dict, loss: float, slope: float):
-    """The clipped tokens are those without a gradient that have an advantage."""
-    is_clipped = slope == 0 and advantage != 0
-    check_by_hand(ratio, advantage, loss, slope, is_clipped, **options)
-
-
-def test_a_token_without_advantage_up_to_rounding_is_not_clipped():
-    # The second reward of each group is its mean, which float32 misses; the last group is flat.
-    rewards = torch.tensor([[0.1, 0.2, 0.3], [5.1, 5.3, 5.5], [1.0, 1.0, 1.0]])
-    in_group, everywhere = group_advantages(rewards), torch.ones(3, 3, dtype=torch.bool)
-    for advantages in (in_group, normalise_globally(in_group, everywhere, lambda sums: sums)):
-        assert bool((advantages[:2, 1] != 0).all())
-        terms = (torch.full((9, 1), 1.0), torch.zeros(9, 1), advantages.flatten())
-        clipped = losses.clipped_tokens(*terms, torch.ones(9, 1, dtype=torch.bool))
-        assert clipped.flatten().nonzero().flatten().tolist() == [2, 5]
-
-
-def test_clipped_tokens_at_sequence_level_are_whole_completions():
-    # Ratios 4 and 1, geometric mean 2: at token level only the first is above 1.2. Then 1 and 1.
-    log_ratio = torch.tensor([[2 * LN2, 0.0, 5.0], [0.0, 0.0, 5.0]])
-    mask = torch.tensor([[True, True, False], [True, True, False]])
-    old, ones = torch.full((2, 3), -6.0), torch.ones(2)
-    terms = (old + log_ratio, old)
-    token = losses.clipped_tokens(*terms, ones, mask)
-    assert token.tolist() == [[True, False, False], [False, False, False]]
-    sequence = losses.clipped_tokens(*terms, ones, mask, ratio_level="sequence")
-    assert sequence.tolist() == [[True, True, False], [False, False, False]]
-    for delta, expected in ((None, False), (1.9, True), (2.1, False)):
-        capped = losses.clipped_tokens(*terms, -ones, mask, ratio_level="sequence", delta=delta)
-        assert capped[0].tolist() == [expected, expected, False]
-
-
 # ratio, advantage -> loss, d loss / d log pi, with log pi = -1.3 + log ratio and epsilon_high 0.2
 CISPO = [
     (1.0, 1.0, 1.3, -1.0),
@@ -472,12 +410,6 @@ CISPO = [
     (4.0, 1.0, -1.2 * (-1.3 + 2 * LN2), -1.2),
     (4.0, -1.0, 1.2 * (-1.3 + 2 * LN2), 1.2),
 ]
-
-
-@pytest.mark.parametrize(("ratio", "advantage", "loss", "slope"), CISPO)
-def test_cispo_by_hand(ratio: float, advantage: float, loss: float, slope: float):
-    check_by_hand(ratio, advantage, loss, slope, ratio > 1.2, objective="cispo")
-
 
 # ratio, advantage -> loss, d loss / d log pi, with temperatures 1 and 2; sigma(ln 3) = 3/4, so that
 # f = 4/tau 3/4 and f' = 4 3/4 1/4 = 3/4 at tau (rho - 1) = ln 3; at rho = 1 they are 2/tau and 1.
@@ -490,13 +422,6 @@ SAPO = [
     (1 - LN3 / 2, -2.0, 1.0, 2 * 0.75 * (1 - LN3 / 2)),
     (1.7, 0.0, 0.0, 0.0),
 ]
-
-
-@pytest.mark.parametrize(("ratio", "advantage", "loss", "slope"), SAPO)
-def test_sapo_by_hand(ratio: float, advantage: float, loss: float, slope: float):
-    options = {"objective": "sapo", "temperatures": (1.0, 2.0)}
-    check_by_hand(ratio, advantage, loss, slope, False, **options)
-
 
 # pi, mu, advantage, options -> weight of -A log pi. The bounds are on pi - mu, not on pi / mu.
 DPPO = [
@@ -513,27 +438,64 @@ DPPO = [
     (0.75, 0.5, 1.0, {"delta": 20.0}, 0.0),
 ]
 
+# log mu, ratio, advantage, loss, d loss / d log pi, whether it is clipped, options
+BY_HAND = [  # clipped tokens are those without a gradient that have an advantage
+    *((-1.3, r, a, loss, d, d == 0 and a != 0, o) for r, a, o, loss, d in CLIPPING),
+    *((-1.3, *case, case[0] > 1.2, {"objective": "cispo"}) for case in CISPO),
+    *((-1.3, *case, False, {"objective": "sapo", "temperatures": (1.0, 2.0)}) for case in SAPO),
+    *(
+        (math.log(mu), p / mu, a, -a * w * math.log(p), -a * w, w != pytest.approx(p / mu))
+        + (o | {"objective": "dppo"},)
+        for p, mu, a, o, w in DPPO
+    ),
+]
 
-@pytest.mark.parametrize(("pi", "mu", "advantage", "options", "weight"), DPPO)
-def test_dppo_by_hand(pi: float, mu: float, advantage: float, options: dict, weight: float):
-    slope, is_clipped = -advantage * weight, weight != pytest.approx(pi / mu)
-    terms = (pi / mu, advantage, slope * math.log(pi), slope, is_clipped)
-    check_by_hand(*terms, old_logp=math.log(mu), objective="dppo", **options)
+
+@pytest.mark.parametrize(
+    ("old_logp", "ratio", "advantage", "loss", "slope", "is_clipped", "options"), BY_HAND
+)
+def test_an_objective_by_hand(old_logp, ratio, advantage, loss, slope, is_clipped, options):
+    """One token with log pi = old + log ratio, and one under the mask."""
+    mask = torch.tensor([[True, False]])
+    old = torch.tensor([[old_logp, torch.nan]])
+    logps = torch.tensor([[old_logp + math.log(ratio), 0.0]], requires_grad=True)
+    terms = (logps, old, torch.tensor([advantage]), mask)
+    ours = losses.policy_loss(*terms, **options)
+    close(ours, [[loss, 0.0]])
+    ours.sum().backward()
+    close(logps.grad, [[slope, 0.0]])
+    counted = {name: value for name, value in options.items() if name != "temperatures"}
+    assert losses.clipped_tokens(*terms, **counted).tolist() == [[is_clipped, False]]
 
 
-def test_clip_acts_on_the_ratio_of_each_level():
-    # Ratios 4, 1 and, under the mask, e^5: geometric mean 2.
-    log_ratio = torch.tensor([[2 * LN2, 0.0, 5.0]])
-    mask = torch.tensor([[True, True, False]])
-    old, advantage = torch.full((1, 3), -6.0), torch.tensor([-1.0])
-    by_level = {
-        level: losses.policy_loss(old + log_ratio, old, advantage, mask, ratio_level=level)
-        for level in losses.RATIO_LEVELS
-    }
-    close(by_level["token"], [[4.0, 1.0, 0.0]])
-    close(by_level["sequence"], [[2.0, 2.0, 0.0]])
-    gain = losses.policy_loss(old + log_ratio, old, -advantage, mask, ratio_level="sequence")
-    close(gain, [[-1.2, -1.2, 0.0]])
+def test_a_token_without_advantage_up_to_rounding_is_not_clipped():
+    # The second reward of each group is its mean, which float32 misses; the last group is flat.
+    rewards = torch.tensor([[0.1, 0.2, 0.3], [5.1, 5.3, 5.5], [1.0, 1.0, 1.0]])
+    in_group, everywhere = group_advantages(rewards), torch.ones(3, 3, dtype=torch.bool)
+    for advantages in (in_group, normalise_globally(in_group, everywhere, lambda sums: sums)):
+        assert bool((advantages[:2, 1] != 0).all())
+        terms = (torch.full((9, 1), 1.0), torch.zeros(9, 1), advantages.flatten())
+        clipped = losses.clipped_tokens(*terms, torch.ones(9, 1, dtype=torch.bool))
+        assert clipped.flatten().nonzero().flatten().tolist() == [2, 5]
+
+
+def test_the_clip_acts_on_the_ratio_of_each_level():
+    # Ratios 4 and 1, geometric mean 2: at token level only the first is above 1.2. Then 1 and 1.
+    log_ratio = torch.tensor([[2 * LN2, 0.0, 5.0], [0.0, 0.0, 5.0]])
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    old, ones = torch.full((2, 3), -6.0), torch.ones(2)
+    terms = (old + log_ratio, old)
+    token = losses.clipped_tokens(*terms, ones, mask)
+    assert token.tolist() == [[True, False, False], [False, False, False]]
+    sequence = losses.clipped_tokens(*terms, ones, mask, ratio_level="sequence")
+    assert sequence.tolist() == [[True, True, False], [False, False, False]]
+    for delta, expected in ((None, False), (1.9, True), (2.1, False)):
+        capped = losses.clipped_tokens(*terms, -ones, mask, ratio_level="sequence", delta=delta)
+        assert capped[0].tolist() == [expected, expected, False]
+    by_level = [losses.policy_loss(*terms, -ones, mask, ratio_level=x) for x in losses.RATIO_LEVELS]
+    close(torch.stack(by_level)[:, 0], [[4.0, 1.0, 0.0], [2.0, 2.0, 0.0]])
+    gain = losses.policy_loss(*terms, ones, mask, ratio_level="sequence")
+    close(gain[0], [-1.2, -1.2, 0.0])
 
 
 def test_sequence_gradient_is_that_of_the_geometric_mean():
@@ -718,9 +680,6 @@ def test_unusable_options_are_refused_with_the_values_allowed():
     for call, message in refusals:
         with pytest.raises(ValueError, match=message):
             call()
-
-
-@pytest.mark.parametrize("loss_type", losses.PER_TOKEN_LOSSES)
-def test_losses_per_token_need_lengths(loss_type: str):
-    with pytest.raises(AssertionError, match="lengths"):
-        losses.preference_loss(*LOGPS, beta=0.5, loss_type=loss_type)
+    for loss_type in losses.PER_TOKEN_LOSSES:
+        with pytest.raises(AssertionError, match="lengths"):
+            losses.preference_loss(*LOGPS, beta=0.5, loss_type=loss_type)
