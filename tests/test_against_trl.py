@@ -314,29 +314,18 @@ REWARDS = torch.tensor(
 )
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_group_advantages(scale: str):
-    ours = group_advantages(REWARDS, scale=scale)
-    trl = trl_code.advantages(REWARDS, scale_rewards=scale)
+@pytest.mark.parametrize(
+    ("scale", "baseline", "trainer"),
+    [
+        *((scale, "mean", trl_code.GRPOTrainer) for scale in ("group", "batch", "none")),
+        ("none", "leave_one_out", trl_code.RLOOTrainer),
+    ],
+)
+def test_group_advantages(scale: str, baseline: str, trainer: type):
+    ours = group_advantages(REWARDS, scale=scale, baseline=baseline)
+    trl = trl_code.advantages(REWARDS, trainer, scale_rewards=scale)
     assert ours.abs().max() > 0.5
     torch.testing.assert_close(ours, trl, rtol=1e-5, atol=1e-6)
-
-
-def test_leave_one_out_is_trls_rloo():
-    ours = group_advantages(REWARDS, scale="none", baseline="leave_one_out")
-    trl = trl_code.advantages(REWARDS, trl_code.RLOOTrainer)
-    torch.testing.assert_close(ours, trl, rtol=1e-5, atol=1e-6)
-
-
-def by_function(rewards: Tensor, weights: list[float]) -> dict:
-    """Settings of a TRL trainer with rewards (F, N, G) of F functions."""
-    return {
-        "_calculate_rewards": lambda *inputs: rewards.flatten(1).T,
-        "reward_weights": torch.tensor(weights),
-        "reward_funcs": [None] * len(rewards),
-        "reward_func_names": [str(i) for i in range(len(rewards))],
-        "multi_objective_aggregation": "normalize_then_sum",
-    }
 
 
 def test_gdpo():
@@ -347,7 +336,7 @@ def test_gdpo():
     rewards[2, 1], filled[2, 1] = torch.nan, 0.0
     summed = weighted_group_advantages(filled, weights)
     ours = normalise_globally(summed, torch.ones_like(summed).bool(), lambda sums: sums)
-    trl = trl_code.advantages(REWARDS, **by_function(rewards, weights))
+    trl = trl_code.advantages(REWARDS, **trl_code.by_function(rewards, weights))
     torch.testing.assert_close(ours, trl, rtol=1e-5, atol=1e-5)
     assert (ours - summed).abs().max() > 0.1  # the batch counts
 

@@ -53,15 +53,10 @@ def test_gpt2_under_left_padding():
     device = next(lm.parameters()).device
     prompts = [tiny.random_ids(n, seed=n) for n in (12, 4, 1)]
     completions = [tiny.random_ids(n, seed=50 + n) for n in (3, 5, 4)]
-    truth = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        with torch.no_grad():
-            logits = lm(torch.tensor([prompt + completion], device=device)).logits[0]
-        of_completion = logits[len(prompt) - 1 : -1].log_softmax(-1)  # (C, V)
-        truth.append(of_completion[range(len(completion)), completion].cpu())
-
     batch = padded_batch(prompts, [[completion] for completion in completions], 7).to(device)
     with torch.no_grad():
+        rows = zip(prompts, completions, strict=True)
+        truth = [tiny.plain_logps(lm, *row) for row in rows]
         ours = tiny.per_row(Policy(lm)(batch).token_logps, batch.completion_mask)
     trl = tiny.per_row(trl_code.scores(lm, batch)[0], batch.completion_mask)
     for row in range(3):
@@ -197,31 +192,23 @@ MICRO_BATCHES = (slice(0, 1), slice(1, 3))  # 3 tokens each: sums -3 and -2 + 8
 UNEVEN = (slice(0, 2), slice(2, 3))  # 4 and 2 tokens: sums -3 - 2 and 8
 
 
-def trl_parts(cut: tuple[slice, ...], num_items: Tensor | None = None, **settings: Any) -> list:
+LOGPS = torch.full(MASK.shape, -2.0, dtype=torch.float64)
+
+
+def trl_parts(cut: tuple[slice, ...], inputs: dict[str, Tensor], **settings: Any) -> list:
     """TRL's loss of every part of the three completions."""
-    parts = []
-    for part in cut:
-        mask = MASK[part]
-        logps = torch.full(mask.shape, -2.0, dtype=torch.float64)
-        stand_in = trl_code.grpo_trainer(logps, **settings)
-        num_items_in_batch = mask.sum() if num_items is None else num_items
-        parts.append(
-            trl_code.grpo_loss(
-                stand_in, ADVANTAGES[part], mask, num_items_in_batch=num_items_in_batch
-            ).item()
-        )
-    return parts
+    trainers = [trl_code.grpo_trainer(LOGPS[part], **settings) for part in cut]
+    return [
+        trl_code.grpo_loss(stand_in, ADVANTAGES[part], MASK[part], **inputs).item()
+        for stand_in, part in zip(trainers, cut, strict=True)
+    ]
 
 
 def our_parts(cut: tuple[slice, ...], **denominators: Any) -> list:
     """Our loss `token` of every part."""
-    parts = []
-    for part in cut:
-        mask = MASK[part]
-        logps = torch.full(mask.shape, -2.0, dtype=torch.float64)
-        per_token = losses.policy_loss(logps, logps, ADVANTAGES[part], mask)
-        parts.append(losses.aggregate(per_token, mask, aggregation="token", **denominators).item())
-    return parts
+    per_token = losses.policy_loss(LOGPS, LOGPS, ADVANTAGES, MASK)
+    options = {"aggregation": "token"} | denominators
+    return [losses.aggregate(per_token[part], MASK[part], **options).item() for part in cut]
 
 
 def test_the_token_mean_does_not_depend_on_the_micro_batches():
@@ -233,8 +220,8 @@ def test_the_token_mean_does_not_depend_on_the_micro_batches():
     for cut in (MICRO_BATCHES, UNEVEN):
         close(sum(our_parts(cut, num_tokens=MASK.sum())), mean)
     settings = {"loss_type": "bnpo", "current_gradient_accumulation_steps": 2}
-    close(sum(trl_parts(MICRO_BATCHES, **settings)), (-3 / 3 + 6 / 3) / 2)
-    close(sum(trl_parts(UNEVEN, **settings)), (-5 / 4 + 8 / 2) / 2)  # 1.375, not 0.5
+    close(sum(trl_parts(MICRO_BATCHES, {}, **settings)), (-3 / 3 + 6 / 3) / 2)
+    close(sum(trl_parts(UNEVEN, {}, **settings)), (-5 / 4 + 8 / 2) / 2)  # 1.375, not 0.5
 
 
 def test_each_of_several_steps_per_rollout_has_its_own_token_mean():
@@ -245,7 +232,7 @@ def test_each_of_several_steps_per_rollout_has_its_own_token_mean():
     """
     close(our_parts(UNEVEN), [-5 / 4, 8 / 2])
     settings = {"loss_type": "dapo", "args": {"steps_per_generation": 2}}
-    close(trl_parts(UNEVEN, MASK.sum(), **settings), [-5 / 3, 8 / 3])
+    close(trl_parts(UNEVEN, {"num_items_in_batch": MASK.sum()}, **settings), [-5 / 3, 8 / 3])
 
 
 def test_cispo_bounds_the_ratio_at_one_plus_epsilon_high():
@@ -305,13 +292,7 @@ def test_a_reward_that_applies_to_part_of_a_group():
     summed = weighted_group_advantages(objectives, [1.0, 1.0])
     ours = normalise_globally(summed, everything, lambda sums: sums)
     close(ours, normalised(statistics.stdev([0.0, 1.0, 2.0])), 1e-4)
-    settings = {
-        "_calculate_rewards": lambda *inputs: rewards.flatten(1).T,
-        "reward_weights": torch.ones(2),
-        "reward_funcs": [None] * 2,
-        "reward_func_names": ["first", "second"],
-        "multi_objective_aggregation": "normalize_then_sum",
-    }
+    settings = trl_code.by_function(rewards, [1.0, 1.0])
     trl = trl_code.advantages(rewards[1], **settings)
     close(trl, normalised(statistics.stdev([0.0, 2.0])), 1e-4)
     assert (ours - trl).abs().max() > 0.05

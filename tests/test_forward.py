@@ -45,10 +45,10 @@ def usual_batch(
     return batch.to(distributed.device())
 
 
-def plain_logps(lm: Any, *row: Any) -> Tensor:
-    """Log-probabilities (C,) of a row alone: no padding, mask or position ids."""
+def plain_logps(lm: Any, temperature: float = 1.0, rows: Any = (PROMPTS, COMPLETIONS)) -> Any:
+    """Log-probabilities (C,) of each row alone: no padding, mask or position ids."""
     with torch.no_grad():
-        return tiny.plain_logps(lm, *row)
+        return [tiny.plain_logps(lm, *row, temperature) for row in zip(*rows, strict=True)]
 
 
 def assert_rows_close(
@@ -69,13 +69,12 @@ def test_token_logps_equal_a_forward_without_padding(lm, temperature):
     assert scores.token_logps.dtype == torch.float32
     assert (scores.token_logps[~batch.completion_mask] == 0).all()
     assert (scores.entropy == 0).all()  # not asked for
-    pairs = zip(PROMPTS, COMPLETIONS, strict=True)
-    expected = [plain_logps(lm, *pair, temperature) for pair in pairs]
+    expected = plain_logps(lm, temperature)
     assert_rows_close(scores.token_logps, batch, expected, tiny.rounding(lm, temperature))
 
 
 def test_padding_side_and_amount_change_no_logp(lm):
-    expected = [plain_logps(lm, *pair) for pair in zip(PROMPTS, COMPLETIONS, strict=True)]
+    expected = plain_logps(lm)
     for side, extra, pad_id in itertools.product(("left", "right"), (0, 1, 30), (0, 60)):
         batch = tiny.batch_of(PROMPTS, COMPLETIONS, side=side, extra=extra, pad_id=pad_id)
         with torch.no_grad():
@@ -86,7 +85,7 @@ def test_padding_side_and_amount_change_no_logp(lm):
 def test_gpt2_without_position_ids_is_wrong_under_left_padding():
     """The control: what the position ids are there for."""
     lm = tiny.causal_lm("gpt2")
-    expected = [plain_logps(lm, *pair) for pair in zip(PROMPTS, COMPLETIONS, strict=True)]
+    expected = plain_logps(lm)
     forward = lm.forward
     lm.forward = lambda position_ids, **inputs: forward(**inputs)
     for side, is_wrong in (("left", True), ("right", False)):
@@ -227,41 +226,39 @@ def test_a_row_that_is_not_real_scores_zero(lm):
 # ---- reward model --------------------------------------------------------------------------------
 
 
-def plain_reward(lm: Any, prompt: list[int], completion: list[int]) -> float:
-    """Transformers' own classifier on one unpadded row that does not hold the pad token."""
-    ids = torch.tensor([prompt + completion], device=distributed.device())
-    assert not (ids == lm.config.pad_token_id).any()
-    with torch.no_grad():
-        return float(lm(ids).logits[0, 0])
-
-
 # The pad token of `tiny.classifier` is 60: these rows are without it.
 PLAIN_PROMPTS = [[i % 60 for i in prompt] for prompt in PROMPTS]
 PLAIN_COMPLETIONS = [[i % 60 for i in completion] for completion in COMPLETIONS]
 
 
-def test_rewards_equal_transformers_classifier_on_unpadded_rows(classifier):
+def assert_rewards_are_plain(
+    rewards: Tensor, lm: Any, completions: list[list[int]] = PLAIN_COMPLETIONS
+) -> None:
+    """Target: transformers' own classifier on one unpadded row that does not hold the pad token."""
+    rows = [
+        torch.tensor([prompt + completion], device=distributed.device())
+        for prompt, completion in zip(PLAIN_PROMPTS, completions, strict=True)
+    ]
+    assert not any((ids == lm.config.pad_token_id).any() for ids in rows)
+    with torch.no_grad():
+        expected = torch.cat([lm(ids).logits[0] for ids in rows])
+    torch.testing.assert_close(rewards, expected, rtol=0, atol=tiny.rounding(lm))
+    assert expected.std() > 0.1  # rows differ: reading another row's token would show
+
+
+def test_rewards_equal_transformers_classifier_whatever_side_and_amount_of_padding(classifier):
     batch = usual_batch(PLAIN_PROMPTS, PLAIN_COMPLETIONS)
     with torch.no_grad():
         rewards = RewardModel(classifier)(batch)
     assert rewards.shape == (4,)
     assert rewards.dtype == torch.float32
-    pairs = zip(PLAIN_PROMPTS, PLAIN_COMPLETIONS, strict=True)
-    expected = torch.tensor([plain_reward(classifier, *pair) for pair in pairs])
-    torch.testing.assert_close(rewards.cpu(), expected, rtol=0, atol=tiny.rounding(classifier))
-    assert expected.std() > 0.1  # rows differ: reading another row's token would show
-
-
-def test_padding_side_and_amount_change_no_reward(classifier):
-    pairs = zip(PLAIN_PROMPTS, PLAIN_COMPLETIONS, strict=True)
-    expected = torch.tensor([plain_reward(classifier, *pair) for pair in pairs])
+    assert_rewards_are_plain(rewards, classifier)
     for side, extra, pad_id in itertools.product(("left", "right"), (0, 1, 30), (0, 60)):
         batch = tiny.batch_of(
             PLAIN_PROMPTS, PLAIN_COMPLETIONS, side=side, extra=extra, pad_id=pad_id
         )
         with torch.no_grad():
-            rewards = RewardModel(classifier)(batch).cpu()
-        torch.testing.assert_close(rewards, expected, rtol=0, atol=tiny.rounding(classifier))
+            assert_rewards_are_plain(RewardModel(classifier)(batch), classifier)
 
 
 def test_the_stop_token_may_be_the_pad_token(classifier):
@@ -270,9 +267,7 @@ def test_the_stop_token_may_be_the_pad_token(classifier):
     completions = [[*completion, stop] for completion in PLAIN_COMPLETIONS]
     with torch.no_grad():
         rewards = RewardModel(classifier)(usual_batch(PLAIN_PROMPTS, completions, pad_id=stop))
-    pairs = zip(PLAIN_PROMPTS, completions, strict=True)
-    expected = torch.tensor([plain_reward(classifier, *pair) for pair in pairs])
-    torch.testing.assert_close(rewards.cpu(), expected, rtol=0, atol=tiny.rounding(classifier))
+    assert_rewards_are_plain(rewards, classifier, completions)
 
 
 def test_sequence_scores_are_sums_for_a_policy_and_rewards_for_a_reward_model(lm, classifier):
@@ -282,6 +277,6 @@ def test_sequence_scores_are_sums_for_a_policy_and_rewards_for_a_reward_model(lm
         torch.testing.assert_close(
             sequence_scores(RewardModel(classifier), batch), RewardModel(classifier)(batch)
         )
-    pairs = zip(PLAIN_PROMPTS, PLAIN_COMPLETIONS, strict=True)
-    expected = torch.stack([plain_logps(lm, *pair).sum() for pair in pairs])
+    rows = plain_logps(lm, rows=(PLAIN_PROMPTS, PLAIN_COMPLETIONS))
+    expected = torch.stack([row.sum() for row in rows])
     torch.testing.assert_close(logps.double().cpu(), expected, rtol=0, atol=1e-4)

@@ -205,6 +205,17 @@ def advantages(rewards: Tensor, trainer_class: type = GRPOTrainer, **given: Any)
     return rollout(rewards, trainer_class, **given)["advantages"].view_as(rewards)
 
 
+def by_function(rewards: Tensor, weights: list[float]) -> dict:
+    """Settings of a TRL trainer with rewards (F, N, G) of F functions."""
+    return {
+        "_calculate_rewards": lambda *inputs: rewards.flatten(1).T,
+        "reward_weights": torch.tensor(weights),
+        "reward_funcs": [None] * len(rewards),
+        "reward_func_names": [str(i) for i in range(len(rewards))],
+        "multi_objective_aggregation": "normalize_then_sum",
+    }
+
+
 def rollout(
     rewards: Tensor,
     trainer_class: type = GRPOTrainer,

@@ -9,6 +9,7 @@ import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ COMMON = {
 }
 ROLLOUTS = {
     "pairs_from": "rollouts",
-    "reward_funcs": ["REWARD"],
+    "reward_funcs": ["FOLDER/judge.py:reward"],
     "num_candidates": 6,
     "missing_eos_penalty": -0.5,
 }
@@ -60,13 +61,13 @@ JOBS: dict[str, dict[str, Any]] = {
         "loss_weights": [1.0, 0.02, 0.5],
         "sft_weight": 0.3,
         "ld_alpha": 0.25,
-        "ref_model_name_or_path": "OTHER",
+        "ref_model_name_or_path": "FOLDER/other",
     },
     "per_token": {
         "loss_type": ["ipo_mean", "simpo", "sigmoid_norm"],
         "gamma": 0.5,
         "beta": 2.0,
-        "ref_model_name_or_path": "OTHER",
+        "ref_model_name_or_path": "FOLDER/other",
     },
     "simpo": {"loss_type": ["simpo"], "gamma": 0.5, "beta": 2.0},
     "reference_free": {"reference_free": True, "label_smoothing": 0.1},
@@ -88,11 +89,17 @@ class Runs:
     folder: Path
     pairs: list[dict[str, Any]]
 
-    def lines(self, num_ranks: int, job: str) -> list[dict[str, Any]]:
-        return read_jsonl(self.folder / str(num_ranks) / job / "metrics.jsonl")
-
     def series(self, num_ranks: int, job: str, metric: str) -> list[float]:
-        return [line[metric] for line in self.lines(num_ranks, job) if metric in line]
+        lines = read_jsonl(self.folder / str(num_ranks) / job / "metrics.jsonl")
+        return [line[metric] for line in lines if metric in line]
+
+
+def flags_of(folder: Path, output_dir: Path, flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags of a run on the pairs in a folder, whose path stands for FOLDER."""
+    flags = json.loads(json.dumps(COMMON | flags).replace("FOLDER", str(folder)))
+    paths = {"model_name_or_path": folder / "start", "dataset_name": folder / "train.jsonl"}
+    paths |= {"output_dir": output_dir}
+    return flags | {name: str(path) for name, path in paths.items()}
 
 
 def save_model(folder: Path, tokenizer_folder: Path, seed: int) -> None:
@@ -156,30 +163,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Ru
     tiny.write_rows(folder / "train.jsonl", pairs)
     (folder / "judge.py").write_text(REWARD_FUNCTION)
     uneven = uneven_first_step(pairs, AutoTokenizer.from_pretrained(tokenizer_folder))
-    names = {
-        "OTHER": str(folder / "other"),
-        "REWARD": f"{folder / 'judge.py'}:reward",
-    }
     for num_ranks in (1, 2):
-        jobs = []
-        only_here: dict[str, Any] = {}
-        if num_ranks == 2:
-            only_here["uneven"] = uneven
-        for stage, group in (("dpo", JOBS | only_here), ("reward", REWARD_JOBS)):
-            for job, own in group.items():
-                flags = COMMON | SPLITS[num_ranks] | own
-                flags |= {
-                    "model_name_or_path": str(folder / "start"),
-                    "dataset_name": str(folder / "train.jsonl"),
-                    "output_dir": str(folder / str(num_ranks) / job),
-                }
-                for key, value in flags.items():
-                    if isinstance(value, str):
-                        flags[key] = names.get(value, value)
-                    elif key == "reward_funcs":
-                        flags[key] = [names[item] for item in value]
-                jobs.append({"stage": stage, "flags": flags})
-        launch(run_stages, num_ranks, folder, jobs=jobs)
+        jobs = JOBS | REWARD_JOBS | ({"uneven": uneven} if num_ranks == 2 else {})
+        launched = [
+            {
+                "stage": "reward" if name in REWARD_JOBS else "dpo",
+                "flags": flags_of(folder, folder / str(num_ranks) / name, SPLITS[num_ranks] | own),
+            }
+            for name, own in jobs.items()
+        ]
+        launch(run_stages, num_ranks, folder, jobs=launched)
     return Runs(folder, pairs)
 
 
@@ -243,10 +236,6 @@ def gap(pair: Pair, alpha: float = 1.0) -> float:
     policy = tail(pair.chosen, pair.rejected, alpha) - tail(pair.rejected, pair.chosen, alpha)
     reference = tail(pair.ref_chosen, pair.ref_rejected, alpha)
     return policy - reference + tail(pair.ref_rejected, pair.ref_chosen, alpha)
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def sum_of_losses(pair: Pair) -> float:
@@ -318,9 +307,9 @@ JUDGED |= {"sum": {"loss_type": ["simpo", "sigmoid"]}}
 def test_evaluation_judges_a_policy_as_its_training_does(runs, tmp_path, job, monkeypatch):
     monkeypatch.setattr(evaluation_report, "write_report", lambda *_: [])
     rows = {"dataset_name": str(runs.folder / "train.jsonl"), "dataset_test_split": "train"}
-    flags = COMMON | rows | {"num_sample_prompts": 0, "output_dir": str(tmp_path / "dpo")}
-    flags |= {"model_name_or_path": str(runs.folder / "start"), "learning_rate": 3e-3}
-    train_dpo.main(DPOConfig(**flags | JUDGED[job]))
+    more = {"num_sample_prompts": 0, "dataset_test_split": "train", "learning_rate": 3e-3}
+    flags = flags_of(runs.folder, tmp_path / "dpo", more | JUDGED[job])
+    train_dpo.main(DPOConfig(**flags))
     lines = read_jsonl(tmp_path / "dpo" / "metrics.jsonl")
     (trained,) = (line["eval_accuracy"] for line in lines if "eval_accuracy" in line)
     sizes = {name: flags[name] for name in ("max_prompt_length", "max_completion_length")}
@@ -337,12 +326,9 @@ def test_the_held_out_loss_is_the_loss_of_training(runs, tmp_path, job):
 
     What the loss of each job is, is worked out above.
     """
-    rows = {"dataset_name": str(runs.folder / "train.jsonl"), "dataset_test_split": "train"}
-    flags = COMMON | rows | {"batch_size": NUM_ROWS, "max_steps": 1, "learning_rate": 1e-12}
-    flags |= {"model_name_or_path": str(runs.folder / "start"), "output_dir": str(tmp_path)}
-    flags |= (JOBS | REWARD_JOBS)[job]
-    if "ref_model_name_or_path" in flags:
-        flags["ref_model_name_or_path"] = str(runs.folder / "other")
+    more = {"batch_size": NUM_ROWS, "max_steps": 1, "learning_rate": 1e-12}
+    more |= {"dataset_test_split": "train"} | (JOBS | REWARD_JOBS)[job]
+    flags = flags_of(runs.folder, tmp_path, more)
     if job == "reward":
         train_reward.main(RewardConfig(**flags))
     else:
@@ -370,10 +356,9 @@ def test_the_first_loss_is_ln_2_to_the_last_digit(runs, tmp_path, layout, bf16, 
         return forward(policy, batch, **options)
 
     monkeypatch.setattr(Policy, "forward", noted)
-    flags = COMMON | {"bf16": bf16, "max_steps": 3, "micro_batch_size": 3, "num_sample_prompts": 0}
-    flags |= {"learning_rate": 1e-30, "layout": layout}
-    flags |= {"model_name_or_path": str(runs.folder / "start"), "output_dir": str(tmp_path)}
-    flags |= {"dataset_name": str(runs.folder / "train.jsonl")}
+    more = {"bf16": bf16, "max_steps": 3, "micro_batch_size": 3, "num_sample_prompts": 0}
+    more |= {"learning_rate": 1e-30, "layout": layout}
+    flags = flags_of(runs.folder, tmp_path, more)
     train_dpo.main(DPOConfig(**flags))
     lines = [line for line in read_jsonl(tmp_path / "metrics.jsonl") if "loss" in line]
     for ids in scored[True][:3]:  # of the two steps of the first epoch
@@ -407,20 +392,12 @@ def test_pairs_from_rollouts_do_not_depend_on_the_ranks(runs, job):
 @pytest.mark.usefixtures("process_group", "without_pictures")
 def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypatch):
     """It ends in the same bits; of other flags, or from the start, the pairs are sampled anew."""
-    flags = COMMON | ROLLOUTS | {"max_steps": 4, "save_steps": 2, "num_sample_prompts": 0}
-    flags |= {"model_name_or_path": str(runs.folder / "start"), "micro_batch_size": 8}
-    flags |= {"dataset_name": str(runs.folder / "train.jsonl"), "output_dir": str(tmp_path / "run")}
-    flags |= {"reward_funcs": [f"{runs.folder / 'judge.py'}:reward"]}
+    more = {"max_steps": 4, "save_steps": 2, "num_sample_prompts": 0, "micro_batch_size": 8}
+    flags = flags_of(runs.folder, tmp_path / "run", ROLLOUTS | more)
     train_dpo.main(DPOConfig(**flags))
-    weights, lines = (
-        tmp_path / "run" / "model" / "model.safetensors",
-        untimed_lines(tmp_path / "run"),
-    )
-    whole = weights.read_bytes()
-    for left in (
-        "model",
-        "checkpoints/step_00000004",
-    ):  # as if it had been killed at the third step
+    weights = tmp_path / "run" / "model" / "model.safetensors"
+    whole, lines = weights.read_bytes(), untimed_lines(tmp_path / "run")
+    for left in ("model", "checkpoints/step_00000004"):  # as if killed at the third step
         shutil.rmtree(tmp_path / "run" / left)
 
     def refuse(*_: Any, **__: Any) -> Any:

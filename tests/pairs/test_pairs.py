@@ -31,13 +31,10 @@ def choose(rewards: torch.Tensor, method: str, num_accepted: int = 4, seeds: Any
     return from_rollouts.choose_pairs(rewards, method=method, **rest)
 
 
-def test_best_worst_by_hand():
+def test_best_worst_and_every_pair_by_hand():
     rewards = torch.tensor([[0.1, 0.9, -0.3], [2.0, 2.0, 2.0]])
     assert choose(rewards, "best_worst")[0].tolist() == [[1, 2]]
     assert choose(rewards, "best_worst").shape == (2, 1, 2)
-
-
-def test_every_pair_by_hand():
     found = choose(torch.tensor([[0.1, 0.9, -0.3], [3.0, 2.0, 1.0]]), "all")
     assert found.tolist() == [[[1, 0], [0, 2], [1, 2]], [[0, 1], [0, 2], [1, 2]]]
     assert choose(torch.rand(5, 4), "all").shape == (5, 6, 2), "six pairs of four"
@@ -150,6 +147,8 @@ def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted(capsys):
     said = capsys.readouterr().out
     assert "1 of 3 (dropped 1 of equal reward, 1 with a blank completion)" in said
     assert "mean reward of 6 candidates of 3 prompts 0.500, of the chosen 1.000, of" in said
+    with pytest.raises(UserError, match="all candidates of a prompt have the same reward"):
+        from_rollouts.informative_pairs([], [], 1)
 
 
 def test_pairs_of_all_ranks_stand_in_the_order_of_the_prompts():
@@ -159,11 +158,6 @@ def test_pairs_of_all_ranks_stand_in_the_order_of_the_prompts():
     pairs += sampled([2, 1], rollouts_of(texts), texts, rewards, chosen)
     kept = from_rollouts.informative_pairs(pairs, [], 4)
     assert [pair.example.row for pair in kept] == [0, 1, 2, 3]
-
-
-def test_no_pair_at_all_is_refused():
-    with pytest.raises(UserError, match="all candidates of a prompt have the same reward"):
-        from_rollouts.informative_pairs([], [], 1)
 
 
 def test_written_pairs_are_rows_of_every_stage(tmp_path):
@@ -188,15 +182,12 @@ def with_margins(*values: Any) -> list[Example]:
     return [Example(i, "p", [1], [[2], [3]], {"margin": v}) for i, v in enumerate(values)]
 
 
-def test_margins_are_a_column_that_is_asked_for():
+def test_margins_are_numbers_in_the_column_that_is_asked_for():
     assert train_reward.margins(with_margins(1, 0.5), "").tolist() == [0.0] * 2
     assert train_reward.margins(with_margins(1, 0.5), "margin").tolist() == [1.0, 0.5]
-
-
-@pytest.mark.parametrize("value", [None, "big", float("nan"), True])
-def test_a_margin_that_is_no_number_is_refused(value):
-    with pytest.raises(UserError, match="row 2 .* column 'margin'"):
-        train_reward.margins(with_margins(1.0, value), "margin")
+    for value in (None, "big", float("nan"), True):
+        with pytest.raises(UserError, match="row 2 .* column 'margin'"):
+            train_reward.margins(with_margins(1.0, value), "margin")
     with pytest.raises(UserError, match="row 1 .* column 'difference'"):
         train_reward.margins(with_margins(1.0), "difference")
 
