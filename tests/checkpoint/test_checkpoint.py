@@ -19,11 +19,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
 import torch
-from ranks import launch
+from ranks import ROOT, launch
 from torch import nn
 
 from common import distributed
@@ -197,10 +198,7 @@ def test_if_all_are_damaged_the_run_does_not_start_anew(saved: Path) -> None:
 def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forbid(path: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(layout.os, "listdir", forbid)
+    monkeypatch.setattr(layout.os, "listdir", mock.Mock(side_effect=PermissionError))
     for wanted in ("auto", "latest", "none"):
         with pytest.raises(PermissionError):
             find(saved, wanted)
@@ -234,12 +232,6 @@ def test_what_is_no_folder_among_checkpoints_is_removed_and_what_a_link_points_t
     saver.save(3)
     saver.close()
     assert find(saved) == newest
-
-
-def test_starting_anew_removes_what_would_be_taken_for_this_run(saved: Path) -> None:
-    saver = tiny.checkpointer(saved, *trained())
-    assert saver.load(None) == 0
-    assert layout.newest_first(saved) == []
 
 
 # ---- which run it is of --------------------------------------------------------------------------
@@ -286,20 +278,14 @@ def test_a_checkpoint_of_elsewhere_is_not_mixed_with_others(saved: Path, tmp_pat
         find(tmp_path / "used", str(first))
 
 
-def test_a_restart_by_torchrun_goes_on_whatever_the_flag_says(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_restart_by_torchrun_goes_on_with_its_own_run_whatever_the_flag_says(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     newest, _, oldest = layout.newest_first(saved)
     for wanted in ("none", str(oldest)):
         assert find(saved, wanted) == newest
-
-
-def test_a_restart_does_not_go_on_with_the_run_of_another_config(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the first start was refused, or had no time to remove, is none of this run's."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    # What the first start was refused, or had no time to remove, is none of this run's.
     assert find(saved, "none", seed=5) is None
     tiny.checkpointer(tmp_path / "elsewhere", *trained(), async_save=False).save(1)
     first = layout.folder_of(tmp_path / "elsewhere", 1)
@@ -461,8 +447,9 @@ def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: 
     assert path.read_text() == expected
     tiny.checkpointer(tmp_path, *trained()).load(layout.folder_of(tmp_path, 1))
     assert [line["step"] for line in read_jsonl(path)] == [1]
-    tiny.checkpointer(tmp_path, *trained()).load(None)  # a new run has none
+    assert tiny.checkpointer(tmp_path, *trained()).load(None) == 0  # a new run has none
     assert path.read_text() == ""
+    assert layout.newest_first(tmp_path) == []  # nor what would be taken for one of its own
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -498,11 +485,8 @@ def test_a_rank_of_as_many_gets_its_own_sums(
 def test_an_error_of_writing_ends_the_run_and_leaves_the_last_one(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "")
-
     saver = tiny.checkpointer(saved, *trained())
-    monkeypatch.setattr(checkpoint, "save_shards", refuse)
+    monkeypatch.setattr(checkpoint, "save_shards", mock.Mock(side_effect=OSError(errno.ENOSPC, "")))
     saver.save(4)
     with pytest.raises(UserError, match="step_00000004 could not be written .No space left on"):
         saver.wait()
@@ -622,14 +606,7 @@ print("still here", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 print("and here")
 """
-    root = Path(__file__).resolve().parents[2]
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (-signal.SIGTERM, "still here\n")
     assert result.stderr == "\nSIGUSR1: saving and ending soon; a second one ends at once\n"

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -138,43 +138,27 @@ def test_a_card_has_what_changes_results_and_no_path_of_this_machine(tmp_path: P
     assert "base_model:" not in card.model_card(SFTConfig(**flags, dataset_name="synthetic"))
 
 
-class Api:
-    """The hub, which refuses what it is told to."""
-
-    def __init__(self, calls: list[Any], refuses: str = "") -> None:
-        self.calls, self.refuses = calls, refuses
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **options: Any) -> None:
-            if name == self.refuses:
-                raise OSError("401 Unauthorized. Please log in")
-            self.calls.append((name, *args, options))
-
-        return call
-
-
 def test_the_hub_is_asked_before_and_given_the_model_and_the_adapter_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[Any] = []
+    api, refusal = mock.Mock(), OSError("401 Unauthorized. Please log in")
     config = tiny.train_config(push_to_hub=True, hub_model_id="me/mine", hub_private_repo=True)
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Api(calls))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
     push.prepare(config)
-    assert calls == [("create_repo", "me/mine", {"private": True, "exist_ok": True})]
+    assert api.mock_calls == [mock.call.create_repo("me/mine", private=True, exist_ok=True)]
     (tmp_path / "model").mkdir()
     (tmp_path / "adapter").mkdir()
     push.push(tmp_path, config)
-    sent = [(options["folder_path"], options["path_in_repo"]) for _, options in calls[1:]]
+    sent = [(c.kwargs["folder_path"], c.kwargs["path_in_repo"]) for c in api.mock_calls[1:]]
     assert sent == [(str(tmp_path / "model"), "."), (str(tmp_path / "adapter"), "adapter")]
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Api(calls, "create_repo"))
+    api.create_repo.side_effect = api.upload_folder.side_effect = refusal
     with pytest.raises(UserError, match=r"\(401 Unauthorized\); log in with `hf auth login`"):
         push.prepare(config)
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Api(calls, "upload_folder"))
     with pytest.raises(RuntimeError, match="model is whole in .* `hf upload me/mine .*/model .` u"):
         push.push(tmp_path, config)
-    num_calls = len(calls)
+    api.reset_mock()
     for step in (push.prepare, lambda c: push.push(tmp_path, c)):
         step(tiny.train_config())  # not asked for
-    assert len(calls) == num_calls
+    assert api.mock_calls == []
     with pytest.raises(UserError, match="--hub_model_id is required"):
         tiny.train_config(push_to_hub=True)

@@ -4,21 +4,19 @@ A loss or gradient that is not finite ends the run with the step, the ranks and 
 behind the last step leaves the model.
 """
 
+import importlib
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
 import torch
-from ranks import untimed_lines
+from ranks import STAGES, untimed_lines
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import train_dpo
-import train_grpo
-import train_reward
-import train_sft
 from common.checkpoint import best as best_checkpoint
 from common.checkpoint import layout
 from common.checkpoint.layout import folder_of
@@ -27,15 +25,10 @@ from common.evaluation import split
 from common.model import optim
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
+from experiments.stages import config_class
 
 pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")
 BAD_ROW = 5
-CONFIGS: dict[str, tuple[Any, Any]] = {
-    "sft": (train_sft.main, train_sft.SFTConfig),
-    "reward": (train_reward.main, train_reward.RewardConfig),
-    "dpo": (train_dpo.main, train_dpo.DPOConfig),
-    "grpo": (train_grpo.main, train_grpo.GRPOConfig),
-}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> 
     return folder
 
 
-def config_of(stage: str, inputs: Path, output_dir: Path, **fields: Any) -> Any:
+def train(stage: str, inputs: Path, output_dir: Path, **fields: Any) -> None:
+    """Run a stage for four steps."""
     values = {
         "output_dir": str(output_dir),
         "model_name_or_path": str(inputs / "model"),
@@ -68,16 +62,15 @@ def config_of(stage: str, inputs: Path, output_dir: Path, **fields: Any) -> Any:
         "logging_steps": 4,
         "self_check": False,
     }
-    return CONFIGS[stage][1](**(values | fields))
+    script = f"train_{stage}"
+    importlib.import_module(script).main(config_class(script)(**(values | fields)))
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
 def test_the_rows_are_named(stage: str, inputs: Path, tmp_path: Path) -> None:
-    main, _ = CONFIGS[stage]
     more = {"reference_free": True} if stage == "dpo" else {}
-    config = config_of(stage, inputs, tmp_path / "run", **more)
     with pytest.raises(RuntimeError, match="at step 1 .* is not finite") as caught:
-        main(config)
+        train(stage, inputs, tmp_path / "run", **more)
     assert f"those of 1 rows, {BAD_ROW + 1} (rank 0)." in str(caught.value)
 
 
@@ -93,16 +86,14 @@ def test_an_infinite_loss_of_finite_scores_stops_grpo(
     monkeypatch.setattr(optim, "clip_and_step", fail_at_second)
     more = {"dataset_name": "synthetic", "num_train_rows": 16, "reward_funcs": ["gold"]}
     more |= {"num_candidates": 4, "num_generations": 4, "batch_size": 4, "max_prompt_length": 80}
-    args = ("grpo", inputs, tmp_path / "run")
     with pytest.raises(RuntimeError, match="at step 2 .* loss of 1 ranks .* look at rewards"):
-        train_grpo.main(config_of(*args, **more))
+        train("grpo", inputs, tmp_path / "run", **more)
 
 
 def test_an_exploding_run_stops_before_the_update(inputs: Path, tmp_path: Path) -> None:
     fields = {"learning_rate": 1e30, "max_prompt_length": 80, "max_grad_norm": 0.0}
-    config = config_of("sft", inputs, tmp_path / "run", **fields)
     with pytest.raises(RuntimeError, match="at step 2 .* nothing was changed"):
-        train_sft.main(config)
+        train("sft", inputs, tmp_path / "run", **fields)
 
 
 # ---- a user's function ---------------------------------------------------------------------------
@@ -152,9 +143,9 @@ def test_a_reward_function_that_fails_costs_no_step(
     more |= {"penalize_missing_eos": False, "learning_rate": 1e-3}
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     with pytest.raises(UserError, match=f"{said}.*; the same command goes on from {broken}/.*2"):
-        train_grpo.main(config_of("grpo", inputs, broken, **more))
-    train_grpo.main(config_of("grpo", inputs, broken, **more))
-    train_grpo.main(config_of("grpo", inputs, whole, **more))
+        train("grpo", inputs, broken, **more)
+    for run in (broken, whole):
+        train("grpo", inputs, run, **more)
     assert len(untimed_lines(whole)) == 5  # two of training, and evaluations at 0, 2 and 4
     assert untimed_lines(broken) == untimed_lines(whole)
     for name in ("samples.jsonl", "model/model.safetensors"):
@@ -164,34 +155,35 @@ def test_a_reward_function_that_fails_costs_no_step(
 # ---- behind the last step ------------------------------------------------------------------------
 
 AT_THE_END = """
+from pathlib import Path
+
 def judge(completions, trainer_state, **columns):
     share = trainer_state.global_step / trainer_state.max_steps
-    return [1 / (1 - share) + len(completion) for completion in completions]
+    whole = 1 + Path(__file__ + ".mended").exists()
+    return [1 / (whole - share) + len(completion) for completion in completions]
 """
 
 
-@pytest.mark.parametrize("stage", [*CONFIGS])
+@pytest.mark.parametrize("stage", STAGES)
 def test_what_fails_behind_the_export_leaves_the_model(
     stage: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A judge that cannot say anything of a finished run; elsewhere a screen that is gone."""
-    main, _ = CONFIGS[stage]
-    more: dict[str, Any] = {"dataset_test_split": "train", "max_prompt_length": 80}
+    more: dict[str, Any] = {"dataset_test_split": "train", "max_prompt_length": 80, "save_steps": 2}
     if stage == "grpo":
         (tmp_path / "rewards.py").write_text(AT_THE_END)
         more |= ROLLOUTS | {"reward_funcs": [f"{tmp_path}/rewards.py:judge"]}
     else:
         monkeypatch.setattr(RunLogger, "samples", lambda *_: print(1 / 0))
     run = tmp_path / "run"
-    config = config_of(stage, inputs, run, save_steps=2, **more)
     with pytest.raises(RuntimeError, match="the model is whole in .* division by zero") as caught:
-        main(config)
+        train(stage, inputs, run, **more)
     assert f"the same command goes on from {run}/checkpoints/step_00000004" in str(caught.value)
     exported = (run / "model" / "model.safetensors").read_bytes()
 
     monkeypatch.undo()
-    (tmp_path / "rewards.py").write_text(AT_THE_END.replace("1 - share", "2 - share"))
-    main(config)
+    (tmp_path / "rewards.py.mended").touch()
+    train(stage, inputs, run, **more)
     assert (run / "model" / "model.safetensors").read_bytes() == exported
     assert {row["step"] for row in read_jsonl(run / "samples.jsonl")} == {4}
     assert [r["step"] for r in read_jsonl(run / "metrics.jsonl") if "grad_norm" in r] == [4]
@@ -200,16 +192,12 @@ def test_what_fails_behind_the_export_leaves_the_model(
 def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise ValueError("no such thing")
-
     fields = {"max_prompt_length": 80, "save_steps": 0}
-    config = config_of("sft", inputs, tmp_path / "run", **fields)
-    monkeypatch.setattr(layout, "replacing", refuse)
+    monkeypatch.setattr(layout, "replacing", mock.Mock(side_effect=ValueError("no such thing")))
     with pytest.raises(UserError, match="model could not be written .no such thing.; the same"):
-        train_sft.main(config)
+        train("sft", inputs, tmp_path / "run", **fields)
     monkeypatch.undo()
-    train_sft.main(config)
+    train("sft", inputs, tmp_path / "run", **fields)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines if "grad_norm" in line] == [4]
@@ -226,7 +214,7 @@ def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
     losses = iter([1.0, 2.0] if best == 2 else [2.0, 1.0])
     monkeypatch.setattr(split, "mean_sft_loss", lambda *_: next(losses))
     run = tmp_path / "run"
-    train_sft.main(config_of("sft", inputs, run, **fields))
+    train("sft", inputs, run, **fields)
     (shard,) = folder_of(run, best).glob("*.safetensors")
     name = "transformer.h.0.attn.c_attn.weight"
     expected = load_file(shard)[f"model.lm.{name}"]
@@ -245,7 +233,7 @@ def test_the_reward_shift_of_the_exported_model_is_logged_once(
     monkeypatch.setattr(best_checkpoint, "ranking", lambda folder, _: [folder_of(folder, best)])
     run = tmp_path / "run"
     fields |= {"load_best_model_at_end": True}
-    train_reward.main(config_of("reward", inputs, run, **fields))
+    train("reward", inputs, run, **fields)
     lines = read_jsonl(run / "metrics.jsonl")
     (shift,) = [line["reward_shift"] for line in lines if "reward_shift" in line]
     (shard,) = folder_of(run, best).glob("*.safetensors")

@@ -8,7 +8,6 @@
 import gc
 import json
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,15 +16,12 @@ import torch
 from ranks import launch, local
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from common import distributed
 from common.checkpoint import layout, sharded_state
-from common.checkpoint.checkpointer import Checkpointer
 from common.forward import Policy, RewardModel
 from common.model import fsdp, optim
-from common.record.metrics import Accumulator
 
 PROC = Path("/proc/self")
 
@@ -44,23 +40,18 @@ def save_both_ways(into: str) -> None:
     for name in ("ours", "torch"):
         writer = HuggingFaceStorageWriter if name == "torch" else sharded_state.ShardWriter
         with mock.patch.object(sharded_state, "ShardWriter", writer):
-            saving = new_checkpointer(Path(into, name), model, optimizer)
+            saving = tiny.checkpointer(Path(into, name), model, optimizer)
             saving.save(1)
             saving.close()
     expected = [local(p).detach().clone() for p in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    other = new_checkpointer(Path(into, "torch"), model, optimizer)
+    other = tiny.checkpointer(Path(into, "torch"), model, optimizer)
     assert other.load(layout.folder_of(Path(into, "torch"), 1)) == 1
     other.close()
     now = [local(p) for p in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(expected, now, strict=True))
-
-
-def new_checkpointer(folder: Path, model: nn.Module, optimizer: Any, **fields: Any) -> Checkpointer:
-    config = tiny.train_config(output_dir=str(folder), **fields)
-    return Checkpointer(config, model, optimizer, Accumulator("cpu"))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -99,7 +90,7 @@ def test_writing_makes_no_copy(tmp_path: Path) -> None:
         parameter.grad = parameter.detach().clone()
     optimizer.step()
     optimizer.zero_grad()
-    saving = new_checkpointer(tmp_path, model, optimizer, async_save=False, keep_last=1)
+    saving = tiny.checkpointer(tmp_path, model, optimizer, async_save=False, keep_last=1)
     saving.save(1)  # imports, and what stays
     saving.wait()
     gc.collect()
