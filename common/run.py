@@ -169,7 +169,15 @@ class Run:
         self.checkpointer.stop_if_asked(last, at_once=True)
         reward_shift = self.export(shift)
         self.checkpointer.wait()
-        self.run_hooks(hooks)
+        try:
+            for hook in hooks:
+                hook(last)
+        except Exception as error:
+            advice = self.checkpointer.resume_advice(last) or "evaluate.py measures it"
+            raise RuntimeError(
+                f"the model is whole in {self.model_folder}, its last evaluation or table of "
+                f"samples is not made ({advice}): {gist(error)}"
+            ) from (None if type(error) is UserError else error)  # whose text says it all
         self.checkpointer.close()
         best = self.checkpointer.load_best() or last
         if best != last:
@@ -197,22 +205,6 @@ class Run:
                 reward_shift=reward_shift,
             )
         return reward_shift
-
-    def run_hooks(self, hooks: Sequence[Hook]) -> None:
-        """Evaluate and show samples of the last step, with the model already exported. Collective.
-
-        Raises:
-            RuntimeError: one of them failed; says where the model is and how to go on.
-        """
-        try:
-            for hook in hooks:
-                hook(self.total_steps)
-        except Exception as error:
-            advice = self.checkpointer.resume_advice(self.total_steps) or "evaluate.py measures it"
-            raise RuntimeError(
-                f"the model is whole in {self.model_folder}, its last evaluation or table of "
-                f"samples is not made ({advice}): {gist(error)}"
-            ) from (None if type(error) is UserError else error)  # whose text says it all
 
     def publish(self) -> None:
         """Draw the curves, upload the model if asked to, and mark the run as finished."""

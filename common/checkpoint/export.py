@@ -43,7 +43,7 @@ def save_pretrained(
         UserError: rank 0 could not write it; raised on every rank.
     """
     lm, failure = module.lm, ""
-    whole = fsdp.once_each(module, fsdp.full_state_dict(module))  # tied parameters once
+    whole = hf_folder.once_each(module, fsdp.full_state_dict(module))  # tied parameters once
     # With `pop`, so that `state` alone refers to a weight, and can free it.
     state = {name.removeprefix("lm."): whole.pop(name) for name in list(whole)}
     if distributed.is_rank0():

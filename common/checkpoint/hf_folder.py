@@ -115,6 +115,13 @@ def write_folders(
         write_settings(settings, partial, without=[lora.SETTINGS_FILE])
 
 
+def once_each(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """A module's state with each tied parameter once, under the first of its names."""
+    every = (name for name, _ in module.named_parameters(remove_duplicate=False))
+    second_names = set(every) - {name for name, _ in module.named_parameters()}
+    return {name: value for name, value in state.items() if name not in second_names}
+
+
 def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
     """Add a constant to every score by moving the bias of the final LayerNorm along the head.
 
@@ -203,7 +210,7 @@ def read_base(
         lm = load.load_reward_model(path, model_config, tokenizer, config)
     else:
         lm = load.load_policy(path, model_config, config)
-    return fsdp.once_each(lm, lm.state_dict())
+    return once_each(lm, lm.state_dict())
 
 
 def with_folders(config: Config) -> Config:

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from common import distributed
-from common.checkpoint import layout
+from common.checkpoint import hf_folder, layout
 from common.errors import UserError, gist
-from common.model import fsdp, lora
+from common.model import lora
 
 State = dict[str, Any]
 CODES = {dtype: code for code, dtype in _TYPES.items()}  # of safetensors
@@ -140,7 +140,7 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     every = model.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in every if not parameter.requires_grad}
     trained = {
-        n: value for n, value in fsdp.once_each(model, model_state).items() if n not in frozen
+        n: value for n, value in hf_folder.once_each(model, model_state).items() if n not in frozen
     }
     return {"model": trained, "optimizer": optimizer_state["state"]}
 
@@ -150,4 +150,4 @@ def reference_state(reference: nn.Module) -> State:
     state: State = get_model_state_dict(reference)
     if isinstance(reference, lora.AdapterReference):
         return {k: v for k, v in state.items() if lora.belongs_to(k, lora.REFERENCE)}
-    return fsdp.once_each(reference, state)
+    return hf_folder.once_each(reference, state)

@@ -301,10 +301,3 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(module, options=options)
     return state
-
-
-def once_each(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """A module's state with each tied parameter once, under the first of its names."""
-    every = (name for name, _ in module.named_parameters(remove_duplicate=False))
-    second_names = set(every) - {name for name, _ in module.named_parameters()}
-    return {name: value for name, value in state.items() if name not in second_names}
