@@ -228,7 +228,7 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
       space at its end goes to the completions, as in `trl-lib/tldr`; other white space stays.
     """
     first = columns[0] if columns else "chosen"
-    is_pair = "rejected" in row and row.get(first) is not row.get("messages")
+    is_pair = "rejected" in row and ("messages" not in row or row.get(first) is not row["messages"])
     names = (first, "rejected") if is_pair else columns
     if not names:
         return row

@@ -263,6 +263,7 @@ PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
         ("preference", IMPLICIT, {"chosen": "Blue.", "rejected": "Green."}, "prompt"),
         ("prompts", ROWS["prompt"], {"prompt": None}, "prompt"),
         ("prompts", ROWS["messages"], {"messages": None}, "prompt"),
+        ("prompts", IMPLICIT, {"chosen": None, "rejected": "The"}, "prompt"),
     ],
 )
 def test_a_blank_or_null_cell_drops_its_row(tmp_path, tokenizer, capsys, kind, good, bad, column):
