@@ -75,6 +75,7 @@ class SelectedCandidates:
 # ---- rewards -------------------------------------------------------------------------------------
 
 
+@distributed.together()  # before the next collective: also a value that one rank refuses
 def reward(
     scorer: "RewardFunctions",
     examples: Sequence[Example],
@@ -85,7 +86,8 @@ def reward(
 ) -> "Rewards":
     """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective.
 
-    `step` is the number of finished steps of the run's `total_steps`.
+    `step` is the number of finished steps of the run's `total_steps`. A UserError of one rank is
+    raised on every one.
     """
     scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps

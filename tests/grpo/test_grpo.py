@@ -24,7 +24,7 @@ from ranks import SHORT_RUN, launch, run_and_listen, run_stages, untimed_lines
 from torch import Tensor
 
 import train_grpo
-from common import self_checks
+from common import distributed, self_checks
 from common.advantages import EPSILON
 from common.checkpoint import layout
 from common.checkpoint.sharded_state import restore_state
@@ -277,6 +277,15 @@ def test_negative_rewards_are_refused_where_their_mean_divides():
     config = new_config(scale_rewards="mean", missing_eos_penalty=0.0)
     with pytest.raises(UserError, match="a reward is -0.5; --scale_rewards mean needs 0 or more"):
         rollouts.reward(scorer, groups.examples, groups.rollouts, config, 0, 1)
+
+
+def test_a_reward_that_one_rank_refuses_ends_all_before_the_next_collective(monkeypatch):
+    refusal = UserError("of another rank")
+    monkeypatch.setattr(distributed, "from_all_ranks", lambda values: [*values, refusal])
+    groups, scorer = new_groups([[1.0, 0.0]]), mock.Mock()
+    scorer.score.return_value = Rewards(groups.rewards, {}, [], RewardLog(2))
+    with pytest.raises(UserError, match="of another rank"):
+        rollouts.reward(scorer, groups.examples, groups.rollouts, new_config(), 0, 1)
 
 
 def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
