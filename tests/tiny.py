@@ -33,6 +33,10 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TURNS = (  # each ends in the tokenizer's own eos
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 FAMILIES = ("gpt2", "llama", "qwen2")  # learned positions; rotary; rotary with attention biases
 
 
@@ -74,11 +78,13 @@ def causal_lm(family: str, *, seed: int = 0, is_plain: bool = False, **fields: A
     return random_weights(lm, seed).to(distributed.device())
 
 
-def classifier(family: str, *, seed: int = 0, is_plain: bool = False, **fields: Any) -> Any:
+def classifier(
+    family: str, *, seed: int = 0, is_plain: bool = False, pad_id: int = -1, **fields: Any
+) -> Any:
     """A Hugging Face sequence classifier with one label whose pad token is the last one."""
     torch.manual_seed(seed)
     config = model_config(family, **fields)
-    config.num_labels, config.pad_token_id = 1, config.vocab_size - 1
+    config.num_labels, config.pad_token_id = 1, pad_id % config.vocab_size
     lm = AutoModelForSequenceClassification.from_config(config)
     if not is_plain:
         shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])

@@ -6,6 +6,7 @@
 - `auto` goes on with the run that the config describes and refuses another one, naming the fields.
 - The newest `keep_last` and the best are kept; a disk that refuses leaves the last one whole.
 - Nothing in a checkpoint is pickled.
+- Two live runs never share an `output_dir`, and a dead one never keeps it.
 - A signal stops the run before its next forward pass with a checkpoint of the last finished step.
 """
 
@@ -344,6 +345,38 @@ def test_a_checkpoint_of_another_shape_is_refused(saved: Path) -> None:
     run = policy, optim.build_optimizer(policy, tiny.train_config())
     with pytest.raises(UserError, match="step_00000003 does not fit the model: "):
         tiny.checkpointer(saved, *run).load(find(saved))
+
+
+# ---- two runs in a folder ------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from common.record import output_lock
+output_lock.take(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+TAKE = HOLD.replace("time.sleep(60)", "")
+
+
+def test_a_folder_is_another_run_s_until_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        layout.folder_of(tmp_path, 1).mkdir(parents=True)
+        with pytest.raises(UserError, match="is being written by another run; wait"):
+            resume.find_checkpoint(tiny.train_config(output_dir=str(tmp_path)))  # before it is read
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    output_lock.take(tmp_path)
+    output_lock.take(tmp_path)  # a run in the same process goes on
+    again = [sys.executable, "-c", TAKE, str(tmp_path)]
+    refused = subprocess.run(again, cwd=ROOT, capture_output=True, text=True)
+    assert "UserError" in refused.stderr
+    output_lock.release(tmp_path)
+    subprocess.run(again, cwd=ROOT, check=True)
 
 
 # ---- which are kept ------------------------------------------------------------------------------

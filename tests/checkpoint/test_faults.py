@@ -54,7 +54,7 @@ def train(stage: str, inputs: Path, output_dir: Path, **fields: Any) -> None:
         "dataset_name": str(inputs / "train.jsonl"),
         "dataset_test_split": "",
         "prompt_truncation": "start",
-        "max_prompt_length": 92,
+        "max_prompt_length": 80,
         "max_completion_length": 4,
         "batch_size": 8,
         "micro_batch_size": 3,
@@ -70,7 +70,7 @@ def train(stage: str, inputs: Path, output_dir: Path, **fields: Any) -> None:
 def test_the_rows_are_named(stage: str, inputs: Path, tmp_path: Path) -> None:
     more = {"reference_free": True} if stage == "dpo" else {}
     with pytest.raises(RuntimeError, match="at step 1 .* is not finite") as caught:
-        train(stage, inputs, tmp_path / "run", **more)
+        train(stage, inputs, tmp_path / "run", max_prompt_length=92, **more)
     assert f"those of 1 rows, {BAD_ROW + 1} (rank 0)." in str(caught.value)
 
 
@@ -85,15 +85,14 @@ def test_an_infinite_loss_of_finite_scores_stops_grpo(
 
     monkeypatch.setattr(optim, "clip_and_step", fail_at_second)
     more = {"dataset_name": "synthetic", "num_train_rows": 16, "reward_funcs": ["gold"]}
-    more |= {"num_candidates": 4, "num_generations": 4, "batch_size": 4, "max_prompt_length": 80}
+    more |= {"num_candidates": 4, "num_generations": 4, "batch_size": 4}
     with pytest.raises(RuntimeError, match="at step 2 .* loss of 1 ranks .* look at rewards"):
         train("grpo", inputs, tmp_path / "run", **more)
 
 
 def test_an_exploding_run_stops_before_the_update(inputs: Path, tmp_path: Path) -> None:
-    fields = {"learning_rate": 1e30, "max_prompt_length": 80, "max_grad_norm": 0.0}
     with pytest.raises(RuntimeError, match="at step 2 .* nothing was changed"):
-        train("sft", inputs, tmp_path / "run", **fields)
+        train("sft", inputs, tmp_path / "run", learning_rate=1e30, max_grad_norm=0.0)
 
 
 # ---- a user's function ---------------------------------------------------------------------------
@@ -115,20 +114,12 @@ ROLLOUTS = {"num_generations": 2, "reward_funcs": ["length"]}
 @pytest.mark.parametrize(
     ("number", "fault", "said"),
     [
-        (
-            16,
-            "raise ValueError('odd')",
-            "' raised ValueError: odd .after step 2, rows .*, from '",
-        ),
-        (16, "sys.exit(3)", "judge' raised SystemExit: 3 "),
-        (16, "return rewards[1:]", "judge' returned 15 rewards for 16 rows; .* .after step 2"),
-        (
-            16,
-            "rewards[5] = 'x'",
-            "' returned 'x' for row 5 of the batch .after step 2, .*, from '",
-        ),
-        (3, "raise ValueError('held out')", "judge' raised ValueError: held out"),
-        (4, "raise ValueError('table')", "judge' raised ValueError: table"),
+        (16, "raise ValueError('odd')", "raised ValueError: odd .after step 2, rows .*, from '"),
+        (16, "sys.exit(3)", "raised SystemExit: 3 "),
+        (16, "return rewards[1:]", "returned 15 rewards for 16 rows; .* .after step 2"),
+        (16, "rewards[5] = 'x'", "returned 'x' for row 5 of the batch .after step 2, .*, from '"),
+        (3, "raise ValueError('held out')", "raised ValueError: held out"),
+        (4, "raise ValueError('table')", "raised ValueError: table"),
     ],
 )
 def test_a_reward_function_that_fails_costs_no_step(
@@ -139,10 +130,11 @@ def test_a_reward_function_that_fails_costs_no_step(
     (tmp_path / "rewards.py").write_text(text)
     more: dict[str, Any] = ROLLOUTS | {"reward_funcs": [f"{tmp_path}/rewards.py:judge"]}
     more |= {"dataset_test_split": "train", "num_eval_rows": 3, "num_sample_prompts": 2}
-    more |= {"eval_steps": 2, "sample_steps": 2, "max_prompt_length": 80, "logging_steps": 3}
+    more |= {"eval_steps": 2, "sample_steps": 2, "logging_steps": 3}
     more |= {"penalize_missing_eos": False, "learning_rate": 1e-3}
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    with pytest.raises(UserError, match=f"{said}.*; the same command goes on from {broken}/.*2"):
+    said = f"judge' {said}.*; the same command goes on from {broken}/.*2"
+    with pytest.raises(UserError, match=said):
         train("grpo", inputs, broken, **more)
     for run in (broken, whole):
         train("grpo", inputs, run, **more)
@@ -169,7 +161,7 @@ def test_what_fails_behind_the_export_leaves_the_model(
     stage: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A judge that cannot say anything of a finished run; elsewhere a screen that is gone."""
-    more: dict[str, Any] = {"dataset_test_split": "train", "max_prompt_length": 80, "save_steps": 2}
+    more: dict[str, Any] = {"dataset_test_split": "train", "save_steps": 2}
     if stage == "grpo":
         (tmp_path / "rewards.py").write_text(AT_THE_END)
         more |= ROLLOUTS | {"reward_funcs": [f"{tmp_path}/rewards.py:judge"]}
@@ -192,12 +184,11 @@ def test_what_fails_behind_the_export_leaves_the_model(
 def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = {"max_prompt_length": 80, "save_steps": 0}
     monkeypatch.setattr(layout, "replacing", mock.Mock(side_effect=ValueError("no such thing")))
     with pytest.raises(UserError, match="model could not be written .no such thing.; the same"):
-        train("sft", inputs, tmp_path / "run", **fields)
+        train("sft", inputs, tmp_path / "run", save_steps=0)
     monkeypatch.undo()
-    train("sft", inputs, tmp_path / "run", **fields)
+    train("sft", inputs, tmp_path / "run", save_steps=0)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines if "grad_norm" in line] == [4]
@@ -208,7 +199,7 @@ def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
     best: int, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which one that is, only the last evaluation can tell."""
-    fields: dict[str, Any] = {"max_prompt_length": 80, "dataset_test_split": "train"}
+    fields: dict[str, Any] = {"dataset_test_split": "train"}
     fields |= {"save_steps": 2, "eval_steps": 2, "num_sample_prompts": 0}
     fields |= {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}
     losses = iter([1.0, 2.0] if best == 2 else [2.0, 1.0])
@@ -225,14 +216,10 @@ def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
 def test_the_reward_shift_of_the_exported_model_is_logged_once(
     best: int, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields: dict[str, Any] = {
-        "max_prompt_length": 80,
-        "sft_dataset_name": str(inputs / "train.jsonl"),
-    }
-    fields |= {"save_steps": 2, "logging_steps": 2, "metric_for_best_model": "loss"}
+    fields: dict[str, Any] = {"save_steps": 2, "logging_steps": 2, "metric_for_best_model": "loss"}
+    fields |= {"sft_dataset_name": str(inputs / "train.jsonl"), "load_best_model_at_end": True}
     monkeypatch.setattr(best_checkpoint, "ranking", lambda folder, _: [folder_of(folder, best)])
     run = tmp_path / "run"
-    fields |= {"load_best_model_at_end": True}
     train("reward", inputs, run, **fields)
     lines = read_jsonl(run / "metrics.jsonl")
     (shift,) = [line["reward_shift"] for line in lines if "reward_shift" in line]

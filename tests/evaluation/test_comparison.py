@@ -303,7 +303,7 @@ def test_scores_are_those_of_transformers_on_single_texts(folders: Path, evaluat
     table = records.read_scores(evaluation / "scores.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(folders / "sft" / "model")
     other = AutoTokenizer.from_pretrained(folders / "foreign" / "model")
-    lms = {n: AutoModelForCausalLM.from_pretrained(folders / n / "model") for n in ("sft", "dpo")}
+    lms = [AutoModelForCausalLM.from_pretrained(folders / n / "model") for n in ("sft", "dpo")]
     judges = {
         n: AutoModelForSequenceClassification.from_pretrained(folders / n / "model")
         for n in ("reward", "foreign")
@@ -313,15 +313,12 @@ def test_scores_are_those_of_transformers_on_single_texts(folders: Path, evaluat
             prompt, completion = (tokenizer(t)["input_ids"] for t in (row["prompt"], text))
             completion = [*completion, tokenizer.eos_token_id]
             ids = torch.tensor([prompt + completion])
-            logps = {}
-            for name, lm in lms.items():
-                steps = lm(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-                logps[name] = float(steps.gather(1, ids[0, len(prompt) :, None]).sum())
+            sft, dpo = (float(tiny.plain_logps(lm, prompt, completion).sum()) for lm in lms)
             foreign = [*other(row["prompt"])["input_ids"], *other(text)["input_ids"], 0]
             expected = {
-                "sft logp": logps["sft"],
-                "dpo implicit_reward": 0.3 * (logps["dpo"] - logps["sft"]),
-                "dpo logp_per_token": logps["dpo"] / len(completion),
+                "sft logp": sft,
+                "dpo implicit_reward": 0.3 * (dpo - sft),
+                "dpo logp_per_token": dpo / len(completion),
                 "reward": float(judges["reward"](ids).logits),
                 "foreign": float(judges["foreign"](torch.tensor([foreign])).logits),
             }
@@ -356,9 +353,7 @@ def test_the_stop_token_is_left_out_of_scores(folders: Path):
     tokenizer = AutoTokenizer.from_pretrained(folders / "dpo" / "model")
     row = synthetic.make_rows("preference", "validation", 1)[0]
     prompt, completion = (tokenizer(row[name])["input_ids"] for name in ("prompt", "rejected"))
-    ids = torch.tensor([prompt + completion])
-    steps = lm(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-    mean = float(steps.gather(1, ids[0, len(prompt) :, None]).mean())
+    mean = float(tiny.plain_logps(lm, prompt, completion).mean())
     assert table.scores["dpo logp_per_token"][0, 1] == pytest.approx(mean, abs=1e-5)
 
 

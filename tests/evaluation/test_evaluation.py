@@ -245,8 +245,7 @@ ROLLOUTS = Rollouts.of(IDS, [[0.0] * len(ids) for ids in IDS], HAS_STOP)  # two 
 @pytest.fixture(scope="module")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model with the policy's tokenizer, and a shift."""
-    lm = tiny.classifier("llama", vocab_size=300)
-    lm.config.pad_token_id = PAD
+    lm = tiny.classifier("llama", vocab_size=300, pad_id=PAD)
     config = tiny.train_config()
     model = fsdp.shard(RewardModel(lm), config, distributed.mesh())
     folder = tmp_path_factory.mktemp("run") / "model"
@@ -264,8 +263,7 @@ def loaded_function(folder: Path, policy_tokenizer: Any, **fields: Any) -> Rewar
 
 def plain_rewards(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:
     """Rewards (B,) by transformers' classifier on single rows, and the shift of `reward_folder`."""
-    lm = tiny.classifier("llama", vocab_size=300)
-    lm.config.pad_token_id = PAD
+    lm = tiny.classifier("llama", vocab_size=300, pad_id=PAD)
     rewards = []
     for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
         ids = torch.tensor([prompt + completion], device=distributed.device())
@@ -301,17 +299,11 @@ def test_a_reward_model_with_another_vocabulary_reads_the_text(reward_folder):
     other = synthetic.train_tokenizer(400)
     function = loaded_function(reward_folder, other)
     assert not function.same_ids
-    has_stop = [True, False, True, False]
     prompts = [PROMPTS[i].prompt for i in (0, 0, 1, 1)]
     nonsense = [[399]] * 4
-    found = function(prompts, TEXTS, nonsense, prompt_ids=nonsense, has_stop=has_stop)
-    own = tiny.tokenizer()
-    ids = [
-        own(text, add_special_tokens=False)["input_ids"] + [0] * stop
-        for text, stop in zip(TEXTS, has_stop, strict=True)
-    ]
+    found = function(prompts, TEXTS, nonsense, prompt_ids=nonsense, has_stop=HAS_STOP)
     prompt_ids = [PROMPTS[i].prompt_ids for i in (0, 0, 1, 1)]
-    assert found == pytest.approx(plain_rewards(prompt_ids, ids), abs=1e-5)
+    assert found == pytest.approx(plain_rewards(prompt_ids, IDS), abs=1e-5)
 
 
 def test_a_text_beyond_the_positions_of_the_judge_is_refused(reward_folder):

@@ -16,7 +16,7 @@ import ranks
 import tiny
 import torch
 from rouge_score.rouge_scorer import RougeScorer
-from test_length_control import penalised
+from test_win_rates import penalised
 from transformers import AutoModelForCausalLM
 
 import evaluate
@@ -74,8 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lm.save_pretrained(path / name / "model")
         tiny.tokenizer().save_pretrained(path / name / "model")
     with tiny.process_group():
-        lm = tiny.classifier("llama", vocab_size=300)
-        lm.config.pad_token_id = PAD
+        lm = tiny.classifier("llama", vocab_size=300, pad_id=PAD)
         model = fsdp.shard(RewardModel(lm), tiny.train_config(), distributed.mesh())
         export.save_pretrained(model, tiny.vocabulary(), path / "reward" / "model")
     (path / "judge.py").write_text(JUDGE)
@@ -142,10 +141,7 @@ def test_kl_and_entropy_are_those_of_transformers_logits(folder):
         colder = measure.measure_completions(*policies, *arguments, 0.7)
     plain = [tiny.causal_lm("gpt2", seed=seed, vocab_size=300, is_plain=True) for seed in (3, 4)]
     for example, ids, own in zip(prompts, rollouts.completion_ids, found, strict=True):
-        whole = torch.tensor([example.prompt_ids + ids], device=distributed.device())
-        logps = [
-            lm(whole).logits[0, len(example.prompt_ids) - 1 : -1].log_softmax(-1) for lm in plain
-        ]
+        logps = [tiny.plain_logits(lm, example.prompt_ids, ids).log_softmax(-1) for lm in plain]
         drawn = [values[torch.arange(len(ids)), ids].sum() for values in logps]
         assert own.kl == pytest.approx(float(drawn[0] - drawn[1]), abs=1e-4)
         entropy = -(logps[0].exp() * logps[0]).sum(-1).mean()
@@ -178,10 +174,7 @@ def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
 def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
     """The text is the message's; the tokens are those a policy would have to write."""
     tokenizer = synthetic.train_tokenizer(300)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+    tokenizer.chat_template = tiny.TURNS
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
     judges = RewardFunctions.find(["length", "count:e"], [], tiny.vocabulary(of=tokenizer), config)
     asked, answer = ({"role": r, "content": c} for r, c in (("user", "why"), ("assistant", "the")))
@@ -251,17 +244,13 @@ def test_the_file_holds_what_is_needed_to_recompute_the_table(results, lines):
 
 @torch.no_grad()
 def test_the_file_holds_the_tokens_that_the_kl_is_of(folder, lines):
-    lms = {
-        name: AutoModelForCausalLM.from_pretrained(folder / name / "model")
-        for name in ("sft", "dpo")
-    }
+    lms = [AutoModelForCausalLM.from_pretrained(folder / name / "model") for name in ("sft", "dpo")]
     for line in lines[:6]:
-        own, start = line["systems"]["dpo"], len(line["prompt_ids"])
-        ids = torch.tensor(own["completion_ids"])
-        assert len(ids) == own["num_tokens"]
-        whole = torch.tensor([line["prompt_ids"] + own["completion_ids"]])
-        logps = [lms[name](whole).logits[0, start - 1 : -1].log_softmax(-1) for name in lms]
-        of_ref, of_policy = (values[torch.arange(len(ids)), ids].sum() for values in logps)
+        own = line["systems"]["dpo"]
+        assert len(own["completion_ids"]) == own["num_tokens"]
+        of_ref, of_policy = (
+            tiny.plain_logps(lm, line["prompt_ids"], own["completion_ids"]).sum() for lm in lms
+        )
         assert own["kl"] == pytest.approx(float(of_policy - of_ref), abs=1e-4)
 
 

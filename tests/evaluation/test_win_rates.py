@@ -1,19 +1,33 @@
 """Claim: win rates count what judges prefer, and their intervals cover the truth.
 
-Targets: counts by hand, Wilson's interval of statsmodels, simulations with a known win rate.
+Targets: counts by hand, Wilson's interval of statsmodels, simulations with a known win rate; of the
+win rate at equal length statsmodels' GLM and scipy's minimiser of the penalised likelihood. Pass@k
+and maj@k are what enumeration of all draws of k samples, and votes counted by hand, give.
 """
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
+import statsmodels.api as sm
 from scipy import stats
+from scipy.optimize import minimize
 from statsmodels.stats.proportion import proportion_confint
 
 from common.evaluation.intervals import mean_over_prompts, share_over_prompts
+from common.evaluation.pass_rates import majority, pass_at, pass_rates
 from common.evaluation.records import REFERENCE, Generation, PromptRecord, Verdict
-from common.evaluation.win_rates import all_win_rates, verdict
+from common.evaluation.summary import checks
+from common.evaluation.win_rates import (
+    PENALTY,
+    all_win_rates,
+    fit_logistic,
+    length_controlled,
+    verdict,
+)
 from common.report.tables import interval_cell
+from common.rewards.functions import final_answers
 
 
 def generation(reward: float | None, text: str = "", tokens: int = 3, **rest: Any) -> Generation:
@@ -86,22 +100,22 @@ def test_nothing_to_compare_is_no_comparison():
 # ---- intervals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("wins", "total"), [(0, 12), (12, 12)])
-def test_a_share_of_0_or_1_has_wilson_s_interval_with_student_s_quantile(wins, total):
-    found = share_over_prompts([1.0] * wins + [0.0] * (total - wins), range(total))
-    expected = proportion_confint(wins, total, alpha=normal_level(total), method="wilson")
-    assert (found["low"], found["high"]) == pytest.approx(expected, abs=1e-9)
-
-
-def normal_level(num_prompts: int) -> float:
-    """The level at which a normal quantile is as large as Student's of the prompts at 5%."""
-    return 2 * stats.norm.sf(stats.t.ppf(0.975, num_prompts - 1))
-
-
-def test_without_ties_the_interval_is_wilson_s_but_for_one_row():
-    """The variance is that of a sample: as wide as with n - 1."""
-    found = share_over_prompts([1.0] * 31 + [0.0] * 19, range(50))
-    expected = proportion_confint(31 / 50 * 49, 49, alpha=normal_level(50), method="wilson")
+@pytest.mark.parametrize(
+    ("values", "rows_each", "wins", "total"),
+    [
+        ([0.0] * 12, 1, 0, 12),
+        ([1.0] * 12, 1, 12, 12),
+        # Without ties all but one row: the variance is that of a sample, as wide as with n - 1.
+        ([1.0] * 31 + [0.0] * 19, 1, 31 / 50 * 49, 49),
+        # Where every prompt has the same share the prompts are counted: the deviations are 1e-16.
+        ([1.0, 0.0, 0.0] * 20, 3, 20 / 3, 20),
+    ],
+)
+def test_the_interval_is_wilson_s_with_student_s_quantile(values, rows_each, wins, total):
+    prompts = [row // rows_each for row in range(len(values))]
+    found = share_over_prompts(values, prompts)
+    alpha = 2 * stats.norm.sf(stats.t.ppf(0.975, len(set(prompts)) - 1))
+    expected = proportion_confint(wins, total, alpha=alpha, method="wilson")
     assert (found["low"], found["high"]) == pytest.approx(expected, abs=1e-9)
 
 
@@ -122,14 +136,13 @@ def test_of_a_few_prompts_the_interval_covers_still(num_prompts, rows_each):
     assert width < 1
 
 
-def test_where_every_prompt_has_the_same_share_the_prompts_are_counted():
-    wins = [1.0, 0.0, 0.0] * 20  # a third each: the deviations are some 1e-16
-    found = share_over_prompts(wins, [prompt for prompt in range(20) for _ in range(3)])
-    expected = proportion_confint(20 / 3, 20, alpha=normal_level(20), method="wilson")
-    assert (found["low"], found["high"]) == pytest.approx(expected, abs=1e-9)
+def test_one_prompt_has_no_interval():
     one = share_over_prompts([1.0, 0.0], ["a", "a"])
     assert (one["mean"], one["low"], one["high"]) == (0.5, None, None)
     assert interval_cell(one, 100, 1) == "50.0"
+    for prompts in (["x"], ["x", "x"]):
+        found = mean_over_prompts([1.0, 3.0][: len(prompts)], prompts)
+        assert (found["low"], found["high"]) == (None, None)
 
 
 def coverage(generator: np.random.Generator, draw: Any, truth: float) -> tuple[float, float]:
@@ -181,12 +194,6 @@ def test_a_mean_over_tokens_weighs_long_completions_more():
     assert one_prompt == {"mean": pytest.approx(1.75), "low": None, "high": None, "count": 2}
 
 
-def test_one_prompt_has_no_interval_of_a_mean():
-    for prompts in (["x"], ["x", "x"]):
-        found = mean_over_prompts([1.0, 3.0][: len(prompts)], prompts)
-        assert (found["low"], found["high"]) == (None, None)
-
-
 def test_prompts_that_repeat_are_drawn_together():
     values = np.random.default_rng(2).normal(size=50)
     alone = mean_over_prompts(values.tolist(), list(range(50)))
@@ -194,3 +201,176 @@ def test_prompts_that_repeat_are_drawn_together():
     assert twice["mean"] == pytest.approx(alone["mean"])
     width = [own["high"] - own["low"] for own in (alone, twice)]
     assert width[1] == pytest.approx(width[0], rel=0.05)  # two copies tell no more than one
+
+
+# ---- at equal length -----------------------------------------------------------------------------
+
+THETA, PHI = 0.4, 1.2
+EQUAL = 1 / (1 + np.exp(-THETA))  # 59.9%
+
+
+def simulate(
+    generator: np.random.Generator, number: int, mean: float = 6.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Verdicts and length differences: a is longer by 6 tokens on average, and wins by that too."""
+    differences = np.round(generator.normal(mean, 8, number))
+    chances = 1 / (1 + np.exp(-THETA - PHI * np.tanh(differences / differences.std())))
+    return (generator.random(number) < chances).astype(float), differences
+
+
+def glm(wins: np.ndarray, differences: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    covariate = np.tanh(differences / differences.std())
+    design = sm.add_constant(covariate)
+    return sm.GLM(wins, design, family=sm.families.Binomial(), freq_weights=weights).fit().params
+
+
+def test_the_estimate_is_that_of_statsmodels():
+    wins, differences = simulate(np.random.default_rng(0), 3000)
+    wins[:300] = 0.5  # ties and probabilities are allowed
+    found = length_controlled(wins, differences, range(3000))
+    theta, phi = glm(wins, differences)
+    assert found["win_rate"] == pytest.approx(1 / (1 + np.exp(-theta)), abs=1e-5)
+    assert found["length_effect"] == pytest.approx(phi, abs=1e-3)
+    assert wins.mean() - found["win_rate"] > 0.08  # and is another one than the plain win rate
+
+
+def test_every_weighting_is_fitted_as_alone():
+    generator = np.random.default_rng(1)
+    wins, differences = simulate(generator, 400)
+    weights = generator.integers(0, 4, (5, 400))
+    covariate = np.tanh(differences / differences.std())
+    fitted = fit_logistic(covariate, wins, weights)
+    for row, found in zip(weights, fitted, strict=True):
+        assert found == pytest.approx(glm(wins, differences, row), abs=2e-3)  # the penalty
+        assert found == pytest.approx(penalised(covariate, wins, row), abs=1e-5)
+    again = fit_logistic(covariate, wins, weights, start=np.array([[2.0, -3.0]]))
+    assert again == pytest.approx(fitted, abs=1e-7)
+
+
+def penalised(covariate: np.ndarray, wins: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def loss(coefficients: np.ndarray) -> float:
+        eta = coefficients[0] + coefficients[1] * covariate
+        loglik = wins * eta - np.logaddexp(0, eta)
+        return float(-(weights * loglik).sum() + PENALTY / 2 * coefficients[1] ** 2)
+
+    return minimize(loss, np.zeros(2), method="BFGS", options={"gtol": 1e-8}).x
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_lengths_that_tell_all_verdicts_apart_leave_it_finite(sign):
+    """The likelihood has no maximum there."""
+    differences = sign * np.arange(-10.0, 12.0)
+    wins = (differences > 0) + 0.5 * (differences == 0)
+    found = length_controlled(wins, differences, range(wins.size))
+    covariate = np.tanh(differences / differences.std())
+    theta, phi = penalised(covariate, wins, np.ones(wins.size))
+    assert phi > 3
+    assert found["length_effect"] == pytest.approx(phi, rel=1e-4)
+    assert found["win_rate"] == pytest.approx(1 / (1 + np.exp(-theta)), abs=1e-4)
+    assert 0 <= found["low"] <= found["win_rate"] <= found["high"] <= 1
+
+
+def test_who_always_wins_has_no_win_rate_at_equal_length():
+    """Every resample says so too: an interval of width 0 would promise what nobody knows."""
+    for share in (0.0, 0.5, 1.0):
+        assert length_controlled(np.full(30, share), np.arange(30.0), range(30)) is None
+
+
+def test_few_prompts_have_no_interval():
+    wins, differences = simulate(np.random.default_rng(4), 90)
+    assert length_controlled(wins, differences, [i % 9 for i in range(90)]) is None
+    assert length_controlled(wins, differences, [i % 10 for i in range(90)]) is not None
+
+
+def test_where_lengths_do_not_differ_nothing_is_corrected():
+    wins = np.array([1.0, 1.0, 0.0, 0.5] * 3)
+    assert length_controlled(wins, np.zeros(12), range(12))["win_rate"] == pytest.approx(2.5 / 4)
+    assert length_controlled(wins, np.full(12, 3.0), range(12)) is None  # nor can be
+
+
+def test_the_interval_covers_the_win_rate_at_equal_length_and_not_the_plain_one():
+    generator = np.random.default_rng(3)
+    covered, plain = 0, 0
+    for _ in range(40):
+        wins, differences = simulate(generator, 250)
+        found = length_controlled(wins, differences, range(250))
+        covered += found["low"] <= EQUAL <= found["high"]
+        plain += found["low"] <= wins.mean() <= found["high"]
+    assert 0.86 <= covered / 40 <= 1.0  # 95% within three standard errors
+    assert plain / 40 < 0.3
+
+
+def test_prompts_that_are_alike_widen_the_interval():
+    """Every verdict four times: as wide as with a quarter of the rows if drawn together."""
+    wins, differences = simulate(np.random.default_rng(4), 100)
+    alone = length_controlled(wins, differences, range(100))
+    four = (np.repeat(wins, 4), np.repeat(differences, 4))
+    together = length_controlled(*four, np.repeat(np.arange(100), 4))
+    apart = length_controlled(*four, range(400))
+    width = {
+        name: own["high"] - own["low"]
+        for name, own in (("alone", alone), ("together", together), ("apart", apart))
+    }
+    assert width["together"] == pytest.approx(width["alone"], rel=0.02)
+    assert width["apart"] == pytest.approx(width["alone"] / 2, rel=0.15)
+
+
+# ---- pass@k and maj@k ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 6])
+def test_pass_at_k_is_the_share_of_all_draws_with_a_sample_that_passes(num_samples):
+    for num_passed in range(num_samples + 1):
+        samples = [True] * num_passed + [False] * (num_samples - num_passed)
+        for k in range(1, num_samples + 1):
+            draws = [any(drawn) for drawn in combinations(samples, k)]
+            assert pass_at(k, num_samples, num_passed) == pytest.approx(sum(draws) / len(draws))
+
+
+@pytest.mark.parametrize(
+    ("answers", "rewards", "expected"),
+    [
+        (["7", "7", "3"], [1, 1, 0], 1),
+        (["7", "3", "3"], [1, 0, 0], 0),
+        (["7", "3", None], [1, 0, 0], 0.5),  # a tie
+        (["7", "3", "5", "5", "7"], [1, 0, 0, 0, 0], 0.5),  # right where any sample with it passed
+        (["7", None, None], [1, 0, 0], 1),  # no answer, no vote
+        ([None, None], [0, 0], 0),
+    ],
+)
+def test_the_answer_of_most_samples_is_right_or_not(answers, rewards, expected):
+    assert majority(rewards, answers) == expected
+
+
+def test_rates_are_means_over_prompts_with_their_intervals():
+    rewards = [[1, 0, 0], [1, 1, 1], [0, 0, 0], [None, 1, 1]]
+    answers = [["1", "2", "2"], ["4", "4", "4"], ["5", None, None], ["6", "6", "6"]]
+    prompts = ["a", "b", "a", "c"]
+    found = pass_rates(rewards, answers, prompts)
+    assert {name: own["mean"] for name, own in found.items()} == pytest.approx(
+        {"pass@1": 4 / 9, "pass@2": (2 / 3 + 1) / 3, "pass@3": 2 / 3, "maj@3": 1 / 3}
+    )
+    assert found["pass@1"] == share_over_prompts([1 / 3, 1.0, 0.0, None], prompts)
+    assert {own["count"] for own in found.values()} == {3}  # the check does not apply to the last
+    assert list(pass_rates(rewards, None, prompts)) == ["pass@1", "pass@2", "pass@3"]
+    assert list(pass_rates([[1], [0]], [["1"], ["2"]], ["a", "b"])) == ["pass@1"]
+
+
+def test_a_check_says_nothing_but_0_and_1_of_any_completion():
+    def one(**rewards):
+        return Generation("text", 1, True, rewards)
+
+    first = one(check=1.0, score=0.0, none=None)
+    second = one(check=None, score=1.0, none=None)
+    rows = [PromptRecord(0, "p", None, {"a": first}), PromptRecord(1, "q", None, {"a": second})]
+    assert checks(rows) == ["check", "score"]
+    further = PromptRecord(1, "q", None, {"a": second}, further={"a": [one(check=0.0, score=0.5)]})
+    assert checks([rows[0], further]) == ["check"]
+
+
+def test_equal_numbers_are_equal_answers_of_gsm8k():
+    texts = ["so\n#### 1,000", "#### $1000.00", "#### 2\n#### 18.50", "#### -0", "18", "#### none"]
+    assert final_answers(texts) == ["1000", "1000", "18.5", "0", None, None]
+    assert final_answers([[{"role": "assistant", "content": "#### 7.00"}]]) == ["7"]
+    long = ["#### " + "9" * 40, "#### " + "9" * 39 + "8"]
+    assert final_answers(long) == ["9" * 40, "9" * 39 + "8"]

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -26,7 +28,7 @@ from common.padding import MAKERS
 from common.pairs.config import DPOConfig
 from common.sampling.shared import SharedDecoder
 from experiments.plan import __main__ as command
-from experiments.plan import activations, memory
+from experiments.plan import activations, ladder, memory
 from experiments.plan import page as plan
 from experiments.plan import work as workload
 from experiments.plan.footprint import numbers
@@ -38,6 +40,8 @@ WIDTH, LAYERS, HEADS, VOCABULARY, POSITIONS = 32, 2, 4, 61, 96
 BLOCK = 12 * WIDTH**2 + (3 + 1 + 4 + 1) * WIDTH + 4 * WIDTH
 ROOT = (VOCABULARY + POSITIONS) * WIDTH + 2 * WIDTH
 NUMBERS = LAYERS * BLOCK + ROOT
+GRPO: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"]}
+ROLLOUTS: dict[str, Any] = {**GRPO, "config": DPOConfig, "pairs_from": "rollouts"}
 
 
 @pytest.fixture(scope="module")
@@ -109,24 +113,23 @@ def test_shards_are_the_chunks_that_torch_makes(
 
 
 def test_frozen_copies_have_parameters_only(shapes: Path):
-    grpo = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"])
+    grpo = run_of(shapes, **GRPO)
     assert parts(grpo, 1, "loss")["parameters"] == 8 * NUMBERS
     assert parts(grpo, 1, "loss")["optimiser"] == 8 * NUMBERS
-    without = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], beta=0.0)
+    without = run_of(shapes, **GRPO, beta=0.0)
     assert parts(without, 1, "loss")["parameters"] == 4 * NUMBERS
 
 
 def test_under_bfloat16_what_is_frozen_takes_two_bytes(shapes: Path):
     """But a reference that moves, and a base that is float32 on disk."""
-    grpo: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"], "bf16": True}
+    grpo = GRPO | {"bf16": True}
     assert parts(run_of(shapes, **grpo), 1, "loss")["parameters"] == (4 + 2) * NUMBERS
     moving = run_of(shapes, **grpo, ref_update_steps=2)
     assert parts(moving, 1, "loss")["parameters"] == (4 + 4) * NUMBERS
     offloaded = {"cpu_offload": True, "on_gpu": True}
     on_host = memory.host_bytes(run_of(shapes, **grpo, **offloaded))
     assert on_host[0] == (4 + 2 + 3 * 4) * NUMBERS
-    pairs = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"], "bf16": True}
-    assert parts(run_of(shapes, **pairs), 1, "rollout")["parameters"] == 2 * NUMBERS
+    assert parts(run_of(shapes, **ROLLOUTS, bf16=True), 1, "rollout")["parameters"] == 2 * NUMBERS
     fields = json.loads((shapes / "gpt2.json").read_text())
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         (shapes / f"gpt2-{dtype}.json").write_text(json.dumps(fields | {"dtype": dtype}))
@@ -279,8 +282,8 @@ def test_a_micro_batch_is_bounded_by_tokens_and_rows(shapes: Path):
     assert (by_tokens.number, by_tokens.tokens) == (7, 500)  # ten rows of 50
     by_rows = run_of(shapes, batch_size=64, micro_batch_tokens=500, micro_batch_size=4)
     assert workload.micro_batch(by_rows) == workload.MicroBatch(16, 200, 4, 4)
-    group = {"config": GRPOConfig, "reward_funcs": ["gold"], "num_generations": 8}
-    cut = run_of(shapes, **group, batch_size=1, micro_batch_tokens=100)  # 40 + 4 x 10 fit
+    flags = {"num_generations": 8, "batch_size": 1, "micro_batch_tokens": 100}
+    cut = run_of(shapes, **GRPO, **flags)  # 40 + 4 x 10 fit
     assert workload.micro_batch(cut) == workload.MicroBatch(2, 100, 1.25, 5.0)
 
 
@@ -293,14 +296,13 @@ def test_an_update_may_have_all_its_prompts_on_one_rank(
     shapes: Path, num_minibatches: int, num_ranks: int, prompts: int
 ):
     flags = {"num_generations": 2, "num_minibatches": num_minibatches, "batch_size": 64}
-    run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], **flags)
+    run = run_of(shapes, **GRPO, **flags)
     # A group of 40 + 2 x 10 tokens.
     assert workload.micro_batch(run.on(num_ranks)).tokens == prompts * 60
 
 
 def test_an_exact_kl_keeps_states_of_all_updates_and_the_head(shapes: Path):
-    flags = {"config": GRPOConfig, "reward_funcs": ["gold"], "batch_size": 4}
-    flags |= {"num_generations": 2, "num_minibatches": 4}
+    flags = GRPO | {"batch_size": 4, "num_generations": 2, "num_minibatches": 4}
     estimated, exact = (run_of(shapes, **flags, kl_estimator=kl) for kl in ("k3", "full"))
     states = 4 * WIDTH * 4 * 2 * 10  # of completions' tokens
     for num_ranks, head in ((1, 0), (2, 4 * VOCABULARY * WIDTH)):
@@ -329,7 +331,7 @@ def test_a_gpu_holds_more_logits_at_once(shapes: Path):
 
 def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
     num_prompts, num_samples = 3, 16
-    run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], num_generations=num_samples)
+    run = run_of(shapes, **GRPO, num_generations=num_samples)
     lm = tiny.causal_lm("gpt2")
     prompts = [tiny.random_ids(40, seed=n) for n in range(num_prompts)]
     with torch.no_grad():
@@ -348,8 +350,7 @@ def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
 
 
 def test_every_rank_samples_from_a_whole_copy(shapes: Path):
-    flags: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"], "bf16": True}
-    flags |= {"batch_size": 64, "on_gpu": True}
+    flags = GRPO | {"bf16": True, "batch_size": 64, "on_gpu": True}
     run = run_of(shapes, **flags)
     whole = 2 * NUMBERS + 4 * VOCABULARY * WIDTH  # and the head in float32
     assert memory.copy_bytes(run.on(8)) == memory.copy_bytes(run.on(64)) == whole
@@ -359,9 +360,7 @@ def test_every_rank_samples_from_a_whole_copy(shapes: Path):
 
 
 def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
-    flags = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"]}
-    run = run_of(shapes, **flags)
-    sampling = parts(run, 1, "rollout")
+    sampling = parts(run_of(shapes, **ROLLOUTS), 1, "rollout")
     assert "optimiser" not in sampling
     assert sampling["parameters"] == 4 * NUMBERS
     names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig))]
@@ -390,15 +389,14 @@ def test_adapters_are_saved_alone_and_an_updated_reference_too(shapes: Path):
     adapters = run_of(shapes, **flags, lora_r=4)
     trained = adapters.policy.numbers(trained=True)
     assert memory.saved_bytes(adapters) == 12 * trained
-    grpo = {"config": GRPOConfig, "reward_funcs": ["gold"], "ref_update_steps": 2}
+    grpo = GRPO | {"ref_update_steps": 2}
     assert memory.saved_bytes(run_of(shapes, **flags, **grpo)) == 16 * NUMBERS
     inside = run_of(shapes, **flags, **grpo, lora_r=4)
     assert memory.saved_bytes(inside) == 16 * inside.policy.numbers(trained=True)
 
 
 def test_dpo_saves_when_what_scored_ahead_is_gone(shapes: Path):
-    flags = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"]}
-    flags |= {"generation_batch_size": 4096, "batch_size": 64, "micro_batch_tokens": 64}
+    flags = ROLLOUTS | {"generation_batch_size": 4096, "batch_size": 64, "micro_batch_tokens": 64}
     found = {m.name: m for m in memory.moments(run_of(shapes, **flags, save_steps=1))}
     assert found["rollout"].total > found["loss"].total  # so that the claim says something
     assert "cache" not in found["save"].parts
@@ -435,7 +433,7 @@ def test_operations_of_a_step(shapes: Path):
     forward = linear + 4 * WIDTH * pairs + 2 * WIDTH * VOCABULARY * 10
     flops = workload.step_flops(run_of(shapes, batch_size=4))
     assert flops == {"forward": 4 * forward, "backward": 8 * forward}
-    grpo = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], num_candidates=16)
+    grpo = run_of(shapes, **GRPO, num_candidates=16)
     work = workload.step_flops(grpo)
     assert set(work) == {"forward", "backward", "sampling", "reference"}
     assert work["reference"] == work["forward"] < work["sampling"]
@@ -483,17 +481,16 @@ PAIRS = {"max_prompt_length": 40, "max_completion_length": 10, "batch_size": 4}
 
 
 def test_each_stage_is_planned_as_what_it_is(shapes: Path):
-    group = {"reward_funcs": ["gold"], "num_generations": 8}
-    for config, flags, stage, completions, tokens in (
-        (SFTConfig, {}, "SFT", 1, 50),
-        (RewardConfig, {}, "reward model", 2, 60),
-        (DPOConfig, {}, "DPO", 2, 60),
-        (GRPOConfig, group, "GRPO", 8, 120),
+    for flags, stage, completions, tokens in (
+        ({"config": SFTConfig}, "SFT", 1, 50),
+        ({"config": RewardConfig}, "reward model", 2, 60),
+        ({"config": DPOConfig}, "DPO", 2, 60),
+        (GRPO | {"num_generations": 8}, "GRPO", 8, 120),
     ):
-        page = plan.page(run_of(shapes, config=config, **PAIRS, **flags), [1, 2])
+        page = plan.page(run_of(shapes, **PAIRS, **flags), [1, 2])
         assert f"plan of {stage}, prompts of 40 tokens with {completions} x 10" in page
         assert f"a step: 4 rows, {4 * tokens} tokens" in page
-        is_scored = config is RewardConfig
+        is_scored = flags["config"] is RewardConfig
         name = "GPT2ForSequenceClassification" if is_scored else "GPT2LMHeadModel"
         assert f"trained model: {name}" in page
 
@@ -576,3 +573,27 @@ def test_a_model_with_an_attention_of_its_own_is_refused(
     monkeypatch.setattr(type(tiny.causal_lm("gpt2")), "_supports_sdpa", False)
     with pytest.raises(UserError, match="GPT2LMHeadModel has an attention of its own"):
         run_of(shapes)
+
+
+# ---- the tables of docs/memory.md ----------------------------------------------------------------
+
+
+def test_the_page_is_what_the_planner_says():
+    """After a change of the planner: `python -m experiments.plan.ladder --into docs/memory.md`."""
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    tables = ladder.page(ladder.STAGES_ON_PAGE)
+    assert page.endswith(f"\n{tables}\n")
+    assert all(f"--{name}" in page for name in ladder.COMMON)
+
+
+def test_bytes_sent_are_worked_out_by_hand():
+    model = SimpleNamespace(numbers=lambda ranks=1, trained=False: 10)
+    flags = {"output_dir": "unused", "model_name_or_path": "unused", "reward_funcs": ["gold"]}
+    config = GRPOConfig(**flags, bf16=True)
+    run = workload.Run(config, model, model, (), on_gpu=True, process_bytes=0)
+    with mock.patch.object(ladder, "micro_batch", return_value=SimpleNamespace(number=3)):
+        # Of each 20 bytes of bfloat16 half is missing on each of two ranks: the policy's 7 times,
+        # the reference's 3 times; and half of 40 bytes of float32 gradients, once or 3 times.
+        assert ladder.sent_bytes(run.on(2)) == 7 * 10 + 3 * 10 + 20
+        assert ladder.sent_bytes(run.on(2).with_flags(shard_gradients=True)) == 100 + 3 * 20
+        assert ladder.sent_bytes(run) == 0

@@ -1,4 +1,10 @@
-"""What a run records is the exact global mean, under a defined name, and survives a restart."""
+"""What a run records is the exact global mean, under a defined name, and survives a restart.
+
+Every name that a stage or the evaluation writes is in the table of `docs/metrics.md`. A phase is
+the seconds of a step, however often it is entered; on a GPU, which these tests replace by one with
+a clock of its own, it is timed by the device and the loop never waits. A profile is whole files or
+none, and off it costs and writes nothing.
+"""
 
 import json
 import math
@@ -6,16 +12,23 @@ import re
 import shutil
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import tiny
 import torch
-from ranks import launch
+from mistakes import STAGES
+from ranks import launch, run_stages
 
+import evaluate
 from common import distributed
-from common.config.stages import SFTConfig
+from common.checkpoint import hf_folder
+from common.config.parser import parse
+from common.config.stages import SFTConfig, TrainConfig
 from common.errors import UserError
 from common.record import logger as run_logger
 from common.record import metrics, run_folder, tracking
@@ -23,7 +36,10 @@ from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES, is_defin
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
 from common.record.metrics import PHASES, Accumulator
+from common.record.profile import start_profiler
 from common.record.terminal import format_number, markdown_table, wrapped_table
+from common.run import Run
+from experiments.stages import ROOT, config_class
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -116,6 +132,81 @@ def test_a_metric_without_definition_is_logged_with_one_warning(
 def test_names_in_the_code_are_defined() -> None:
     assert {*CONSOLE, *POSTFIX} <= {*METRICS, *PREFIXES}
     assert {*PHASES} <= {*METRICS}
+
+
+# --- the table of docs/metrics.md ---
+
+GLOSSARY = ROOT / "docs" / "metrics.md"
+IDENTITY = {"name", "kind", "path", "scored_by"}  # of a system: what it is, not what it measured
+ENDS = {"low", "high", "a", "b", "judge", "first", "second"}  # of intervals and of comparisons
+
+
+def table() -> dict[str, list[str]]:
+    """Unit, formula and sentence of each name in the glossary."""
+    lines = [line for line in GLOSSARY.read_text().splitlines() if line.startswith("| ")][1:]
+    cells = [re.split(r"(?<!\\)\|", line.strip("|")) for line in lines]
+    return {
+        name.strip(): [cell.strip().replace("\\|", "|") for cell in others]
+        for name, *others in cells
+    }
+
+
+def names_of(part: str) -> set[str]:
+    """What the glossary has of `results.json`: names of a system, or of a part like win_rates."""
+    found = [name.removeprefix("results: ").strip("`") for name in table() if "results: " in name]
+    return {name.removeprefix(part) for name in found if name.rpartition(".")[0] + "." == part}
+
+
+def test_every_metric_has_a_row_with_unit_formula_and_a_sentence() -> None:
+    rows = table()
+    logged = {name.strip("`"): cells for name, cells in rows.items() if "results: " not in name}
+    assert list(logged) == list(METRICS)
+    assert {len(cells) for cells in rows.values()} == {3}
+    for name, (_, _, definition) in rows.items():
+        assert definition[0].isupper() or definition[0] == "`" or definition[0].isdigit(), name
+        assert definition.endswith("."), name
+
+
+def test_the_page_of_symptoms_names_flags_and_metrics_that_exist() -> None:
+    text = (ROOT / "docs" / "symptoms.md").read_text()
+    flags = {f.name for stage in STAGES for f in fields(config_class(stage))}
+    assert set(re.findall(r"`--(\w+)", text)) <= flags
+    looked_at = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")][1:]
+    metrics = {name for cell in looked_at for name in re.findall(r"`([\w/<>]+)`", cell)}
+    assert metrics <= set(METRICS)
+
+
+def test_what_evaluation_writes_of_a_system_is_in_the_table(
+    tmp_path: Path, tiny_gpt2: Path, tokenizer_folder: Path
+) -> None:
+    flags = {
+        "dataset_name": "synthetic",
+        "tokenizer_name_or_path": str(tokenizer_folder),
+        "max_prompt_length": "128",
+        "max_completion_length": "24",
+    }
+    training = {"model_name_or_path": str(tiny_gpt2), "max_steps": "1", "num_train_rows": "8"}
+    training |= {"batch_size": "4", "num_eval_rows": "4", "output_dir": str(tmp_path / "sft")}
+    run_stages([{"stage": "sft", "flags": flags | training}])
+    logged = {name for line in read_jsonl(tmp_path / "sft/metrics.jsonl") for name in line}
+    assert logged - {"step"} <= set(METRICS)
+    flags |= {"output_dir": str(tmp_path / "eval"), "policies": str(tmp_path / "sft/model")}
+    flags |= {"num_eval_rows": "8", "num_prompts": "4"}
+    arguments = [text for name, value in flags.items() for text in (f"--{name}", value)]
+    arguments += ["--reward_funcs", "gold", "regex:the"]
+    evaluate.main(parse(evaluate.EvaluateConfig, arguments))
+    results = json.loads((tmp_path / "eval/results.json").read_text())
+    (system,) = results["systems"]
+    assert set(system) - IDENTITY == names_of(".")
+    compared = {
+        "win_rates": results["win_rates"][0],
+        "comparison.differences": results["comparison"]["differences"][0],
+    }
+    for part, values in compared.items():
+        own = {name for name in values if not name.startswith("num_")} - ENDS
+        assert own == names_of(f"{part}."), part
+    for name in ("report.html", "report.md", "plots/reward.png"):
+        assert (tmp_path / "eval" / name).is_file()
 
 
 # --- files ---
@@ -212,14 +303,25 @@ def test_other_ranks_write_and_print_nothing(
 # --- time ---
 
 
-def test_step_time_leaves_evaluation_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(run_logger, "time", SimpleNamespace(monotonic=lambda: clock.now))
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that metrics and logger read, moved by hand."""
+    clock = SimpleNamespace(now=100.0)
+    read = lambda: clock.now  # noqa: E731
+    for module in (metrics, run_logger):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=read, perf_counter=read))
+    return clock
+
+
+def test_step_time_leaves_evaluation_out(tmp_path: Path, clock: SimpleNamespace) -> None:
+    """The logger knows the number of steps: for phases a loop adds nothing to its calls."""
     run, sums = logger(tmp_path), Accumulator("cpu")
 
     def train(steps: range) -> None:
         for step in steps:
-            clock.now += 2.0
+            clock.now += 1.0
+            for _ in range(4):  # micro-batches
+                spend(sums, clock, "update_seconds", 0.25)
             sums.add_values(tokens=100)
             run.update(step)
         run.log_training(steps[-1], sums)
@@ -237,6 +339,7 @@ def test_step_time_leaves_evaluation_out(tmp_path: Path, monkeypatch: pytest.Mon
     first, _, second, _, third = read_jsonl(tmp_path / "metrics.jsonl")
     for line in (first, second, third):
         assert line["step_seconds"] == pytest.approx(2.0)
+        assert line["update_seconds"] == pytest.approx(1.0)
         assert line["tokens_per_second"] == pytest.approx(50.0)
         assert line["peak_memory_gb"] > 0.01
     assert second["elapsed_minutes"] == pytest.approx((10 + 57) / 60)
@@ -412,14 +515,10 @@ def test_wandb_offline_records_a_run_and_resumes_it(
 
 def wandb_without(broken: str, message: str) -> Any:
     """As the module, of which a function raises an error with the message."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(message)
-
-    calls = dict.fromkeys(("log", "finish", "define_metric"), lambda *_, **__: None)
-    calls |= {"init": lambda **_: SimpleNamespace(summary={}, **calls), "Table": dict}
-    calls |= {broken: fail}
-    return SimpleNamespace(init=calls.pop("init"), Settings=dict, Table=calls.pop("Table"))
+    wandb = mock.MagicMock()
+    owner = wandb if broken in ("init", "Table") else wandb.init.return_value
+    getattr(owner, broken).side_effect = OSError(message)
+    return wandb
 
 
 @pytest.mark.parametrize(
@@ -454,34 +553,26 @@ def test_a_run_goes_on_without_wandb(
 def test_tensorboard_gets_scalars_and_samples_and_a_resumed_run_hides_what_it_makes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls: list[Any] = []
-
-    class SummaryWriter:
-        def __init__(self, folder: str, purge_step: int) -> None:
-            calls.append((folder, purge_step))
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *given: calls.append((name, *given))
-
-    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    module = mock.MagicMock()
+    writer = module.SummaryWriter.return_value
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     monkeypatch.setitem(sys.modules, "wandb", None)  # what fails leaves the other alone
     run = logger(tmp_path, report_to=["wandb", "tensorboard"])
     run.log(3, {"loss": 1.5})
     run.samples(3, [{"completion": "a | b", "reward": 1.0}])
     run.close()
-    assert calls[0] == (str(tmp_path / "tensorboard"), 0)
-    assert ("add_scalar", "loss", 1.5, 3) in calls
-    assert not any(call[:2] == ("add_scalar", "step") for call in calls)
-    ((_, title, table, step),) = [call for call in calls if call[0] == "add_text"]
+    module.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=0)
+    assert mock.call("loss", 1.5, 3) in writer.add_scalar.mock_calls
+    assert not any(call.args[0] == "step" for call in writer.add_scalar.mock_calls)
+    title, table, step = writer.add_text.call_args.args
+    assert writer.add_text.call_count == 1
     assert (title, step) == ("samples", 3)
     assert "| a \\| b " in table.splitlines()[2]
-    assert calls[-1] == ("close",)
+    assert writer.mock_calls[-1] == mock.call.close()
     assert "warning: wandb did not start" in capsys.readouterr().err
 
-    calls.clear()
     logger(tmp_path, report_to=["tensorboard"], start_step=3).close()
-    assert calls[0] == (str(tmp_path / "tensorboard"), 4)  # step 3 itself was finished
+    assert module.SummaryWriter.call_args.kwargs == {"purge_step": 4}  # step 3 was finished
 
 
 def test_what_cannot_be_reported_to_is_refused_before_training(
@@ -494,3 +585,224 @@ def test_what_cannot_be_reported_to_is_refused_before_training(
         tracking.refuse_impossible(["wandb", "tensorboard"])
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: name)
     tracking.refuse_impossible(["tensorboard"])
+
+
+# --- phases and profiles ---
+
+
+def spend(sums: Accumulator, clock: Any, name: str, seconds: float) -> None:
+    with sums.timed(name):
+        clock.now += seconds
+
+
+# --- phases ---
+
+
+def test_entries_of_a_phase_add_up_per_step(clock: SimpleNamespace) -> None:
+    sums = Accumulator("cpu")
+    for _ in range(2):  # steps
+        with sums.timed("sample_seconds"):  # a phase inside another counts in both
+            clock.now += 1.0
+            spend(sums, clock, "score_seconds", 7.0)
+        for seconds in (1.0, 2.0, 3.0):  # micro-batches
+            spend(sums, clock, "update_seconds", seconds)
+    spend(sums, clock, "reference_seconds", 4.0)  # in one of the two steps
+    sums.add("loss", 12.0, 4)
+    phases = {"reference_seconds": 2.0, "sample_seconds": 8.0, "update_seconds": 6.0}
+    assert sums.reduce(num_steps=2) == {"loss": 3.0, "score_seconds": 7.0, **phases}
+    assert sums.reduce() == {}
+
+
+@pytest.mark.parametrize("name", ["loss", "sample", "step_seconds", "seconds", ""])
+def test_a_name_that_is_no_phase_is_refused(name: str) -> None:
+    with pytest.raises(AssertionError, match="not a phase"), Accumulator("cpu").timed(name):
+        pytest.fail("the block ran")
+
+
+# --- phases on a GPU ---
+
+
+class Event:
+    """Of a GPU with a queue: it gets the device's time when the device comes to it."""
+
+    milliseconds, waits = 0.0, 0  # of the device
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.time, self.passed = math.nan, False
+
+    def record(self) -> None:
+        self.time = Event.milliseconds
+
+    def synchronize(self) -> None:
+        assert not math.isnan(self.time)
+        Event.waits += 1
+        self.passed = True
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert end.passed, "torch raises here"
+        return end.time - self.time
+
+
+def test_on_a_gpu_the_device_is_timed_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
+) -> None:
+    sums = Accumulator("cpu")
+    sums._on_gpu = True
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for milliseconds in (1000.0, 3000.0):
+        with sums.timed("update_seconds"):
+            clock.now += 0.001  # the host only queues
+            Event.milliseconds += milliseconds
+    assert Event.waits == 0
+    assert sums.reduce(num_steps=2) == {"update_seconds": 2.0}
+    assert Event.waits > 0
+    assert sums.reduce() == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_real_gpu() -> None:
+    sums, x = Accumulator("cuda"), torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    with sums.timed("update_seconds"):
+        for _ in range(50):
+            x @ x
+    queued = time.perf_counter() - began
+    torch.cuda.synchronize()
+    whole = time.perf_counter() - began
+    assert queued < whole / 2
+    assert sums.reduce()["update_seconds"] == pytest.approx(whole, rel=0.3)
+
+
+# --- labels ---
+
+
+def test_blocks_are_labelled_only_under_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under one they are: `test_a_profile_is_a_trace_and_a_page` counts the labels."""
+    monkeypatch.setattr(torch.profiler, "record_function", pytest.fail)
+    with Accumulator("cpu").timed("sample_seconds"):
+        pass
+
+
+# --- profiles ---
+
+
+def config(output_dir: Path, *flags: str) -> TrainConfig:
+    return parse(SFTConfig, ["--output_dir", str(output_dir), "--model_name_or_path", "m", *flags])
+
+
+def train(folder: Path, num_steps: int, start_step: int = 0) -> list[list[str]]:
+    """A loop of tiny steps: the files there are after each step."""
+    profiler = start_profiler(config(folder, "--profile", "true"), num_steps, start_step)
+    sums, layer = Accumulator("cpu"), torch.nn.Linear(64, 64)
+    seen = []
+    for _ in range(num_steps):
+        with sums.timed("sample_seconds"), torch.no_grad():
+            torch.sin(layer(torch.ones(8, 64)))
+        for _ in range(2):
+            with sums.timed("update_seconds"):
+                layer(torch.ones(8, 64)).sum().backward()
+        profiler.step()
+        seen.append(sorted(path.name for path in (folder / "profile").glob("*")))
+        torch.cos(torch.ones(3))  # evaluation
+    return seen
+
+
+def trace_events(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "trace.json").read_text())["traceEvents"]
+
+
+def counts(folder: Path) -> dict[str, int]:
+    """How often each label of the host is in the trace."""
+    names = [e["name"] for e in trace_events(folder) if e.get("cat") == "user_annotation"]
+    return {name: names.count(name) for name in PHASES if name in names}
+
+
+def row(page: str, name: str) -> list[str]:
+    """The cells of a table's row behind its name."""
+    line = re.search(rf"^ *{re.escape(name)} .*$", page, re.MULTILINE)
+    assert line, page
+    return line.group().split()[1:]
+
+
+def test_a_profile_is_a_trace_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = train(tmp_path, 9)
+    assert seen == [[]] * 4 + [["summary.md", "trace.json"]] * 5  # after two and three steps
+    assert not torch.autograd._profiler_enabled()
+    folder = tmp_path / "profile"
+    assert counts(folder) == {"sample_seconds": 3, "update_seconds": 6}
+    assert capsys.readouterr().out == f"profile: steps 3 to 5 are in {folder}\n"
+
+    page = (folder / "summary.md").read_text()
+    assert page.startswith("# Profile of steps 3 to 5\n")
+    assert len(page.splitlines()) < 60  # one page
+    assert row(page, "update_seconds")[-2] == "6"  # in three steps
+    phases = ("sample_seconds", "update_seconds")
+    shares = [float(row(page, name)[2].rstrip("%")) for name in phases]
+    assert min(shares) > 0
+    assert sum(shares) <= float(row(page, "ProfilerStep*")[2].rstrip("%")) == 100
+    addmm = row(page, "aten::addmm")
+    assert float(addmm[-2]) == 3 * 3  # forward passes of three steps
+    # 8 x 64 by 64 x 64, in units of a thousand operations
+    assert float(addmm[-1]) == pytest.approx(9 * 2 * 8 * 64 * 64 / 1e3, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # of the single step
+@pytest.mark.parametrize(
+    ("total_steps", "start_step", "recorded", "title"),
+    [
+        (4, 0, 2, "steps 3 to 4"),
+        (3, 0, 1, "step 3"),
+        (2, 0, 1, "step 2"),
+        (1, 0, 1, "step 1"),
+        (100, 97, 1, "step 100"),
+        (100, 90, 3, "steps 93 to 95"),
+    ],
+)
+def test_a_run_with_fewer_steps_records_those_it_has(
+    total_steps: int, start_step: int, recorded: int, title: str, tmp_path: Path
+) -> None:
+    train(tmp_path, total_steps - start_step, start_step)
+    folder = tmp_path / "profile"
+    assert counts(folder) == {"sample_seconds": recorded, "update_seconds": 2 * recorded}
+    assert (folder / "summary.md").read_text().startswith(f"# Profile of {title}\n")
+    # The evaluation after the last step is not in it.
+    cosines = [e for e in trace_events(folder) if e["name"] == "aten::cos"]
+    assert len(cosines) == recorded - (total_steps - start_step == 1)
+
+
+@pytest.mark.parametrize("why", ["off", "other rank", "no steps left"])
+def test_off_nothing_is_started(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "is_rank0", lambda: why != "other rank")
+    order: Any = SimpleNamespace(total_steps=lambda _: 0 if why == "no steps left" else 5)
+    flags = [] if why == "off" else ["--profile", "true"]
+    monkeypatch.setattr(hf_folder, "settings_of", lambda *_: {})
+    module: Any = torch.nn.Linear(2, 2)
+    module.lm = module
+    run = Run(module, order, config(tmp_path, *flags), None, tiny.vocabulary())
+    assert run.profiler is None
+
+
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "trace.json").write_text("old")
+
+    def fail(_: Any, path: str) -> None:
+        Path(path).write_text("half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        train(tmp_path, 2)
+    found = [(path.name, path.read_text()) for path in (tmp_path / "profile").iterdir()]
+    assert found == [("trace.json", "old")]
+
+
+def test_no_steps_to_profile_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--profile_steps is 0"):
+        config(tmp_path, "--profile_steps", "0")

@@ -30,6 +30,7 @@ from common.report.plots import (
     plot_run,
     recorded_line,
 )
+from common.report.tables import generation_tables
 from evaluate import EvaluateConfig
 
 SIGNS = {"reward": 1.0, "reward/gold": -1.0}
@@ -151,8 +152,6 @@ def test_a_curve_reads_null_as_a_gap() -> None:
 
 
 def test_a_long_curve_is_pale_below_its_moving_mean() -> None:
-    from matplotlib.figure import Figure
-
     axes = Figure().subplots()
     spike = [0.5 * x for x in range(90)]
     spike[10] += 7000
@@ -299,14 +298,8 @@ def test_a_system_has_one_colour_in_every_picture(
 ) -> None:
     colours = plots.system_colours(["mine", "sft", "grpo", "another", "mine"])
     assert len(set(colours.values())) == 4
-    assert (
-        plots.system_colours(["grpo", "reward", "sft"]).items()
-        >= {
-            "sft": colours["sft"],
-            "grpo": colours["grpo"],
-        }.items()
-    )
-
+    others = plots.system_colours(["grpo", "reward", "sft"])
+    assert all(others[name] == colours[name] for name in ("sft", "grpo"))
     drawn: list[Figure] = []
     run = record(tmp_path / "grpo", [{"step": 1, "loss": 1.0, "eval_loss": 2.0}])
     monkeypatch.setattr(plots, "save", lambda figure, *_, **__: drawn.append(figure))
@@ -331,11 +324,8 @@ def test_the_terminal_shows_the_systems_and_what_they_show_and_details_if_asked(
     results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    rate = {"judge": "gold", "low": 0.5, "high": 0.75, "length_controlled": None}
-    rate |= {f"num_{name}": 1 for name in ("wins", "ties", "losses", "not_judged")}
-    rate |= {"length_difference": 0.0}
     pairs = [("DPO", "SFT", 0.625), ("SFT", "reference completion", 0.4), ("GRPO", "SFT", 0.7)]
-    results.win_rates = [rate | {"a": a, "b": b, "win_rate": value} for a, b, value in pairs]
+    results.win_rates = [RATE | {"a": a, "b": b, "win_rate": value} for a, b, value in pairs]
     results.systems.append(system("DPO", gold_reward={"mean": 0.75, "low": None, "high": None}))
     compared = [(BASELINES[0], 0.6), (BASELINES[1], 0.6), ("Reward model", 0.8125)]
     systems = [{"name": name, "accuracy": {"accuracy": value}} for name, value in compared]
@@ -377,6 +367,48 @@ def test_no_line_of_the_terminal_is_longer_than_it(
     of_long_name, others = systems_table(results).rows[2], systems_table(results).rows[::3]
     for cell in {*of_long_name[1:5], *(cell for row in others for cell in row)}:
         assert cell in "\n".join(lines), cell
+
+
+# --- tables of generations ---
+
+INTERVAL = {"mean": 0.5, "low": 0.25, "high": 0.75, "count": 4}
+RATE = {
+    "a": "dpo",
+    "b": "sft",
+    "judge": "gold",
+    "win_rate": 0.625,
+    "low": 0.5,
+    "high": 0.75,
+    "num_wins": 2,
+    "num_ties": 1,
+    "num_losses": 1,
+    "num_not_judged": 3,
+    "length_difference": -1.25,
+    "length_controlled": None,
+}
+
+
+def test_what_was_measured_is_shown_and_what_was_not_is_a_dash():
+    system = {"name": "dpo", "length": 7.0, "length_interval": INTERVAL, "kl": None}
+    system |= {"distinct_completions": 0.75, "rouge_l": INTERVAL}
+    system |= {"rewards": {"gold": INTERVAL, "rm": None}}
+    references = {**system, "rewards": {"gold": INTERVAL}}
+    systems = [{"name": "rm"}, system]
+    results = Results(systems=systems, reference_completions=references, win_rates=[RATE])
+    quality, rewards, rates = generation_tables(results)
+    shown = dict(zip(quality.headers, quality.rows[0], strict=True))
+    assert (shown["ROUGE-L"], shown["length"]) == ("50.0 [25.0, 75.0]", "0.5 [0.2, 0.8]")
+    assert (shown["KL"], shown["distinct %"]) == ("–", "75.0")
+    assert [row[0] for row in quality.rows] == ["dpo", "reference completion"]
+    assert rewards.headers == ["system", "gold", "rm"]
+    assert rewards.rows[1] == ["reference completion", "0.500 [0.250, 0.750]", "–"]
+    expected = ["dpo against sft", "gold", "62.5 [50.0, 75.0]", "–", "2", "1", "1", "3", "-1.2"]
+    assert rates.rows == [expected]
+
+
+def test_an_evaluation_without_generations_has_no_such_table():
+    assert generation_tables(Results(systems=[{"name": "rm"}])) == []
+    assert generation_tables(Results()) == []
 
 
 # --- wandb ---

@@ -1,8 +1,13 @@
 """Claim: a reward is the weighted sum of the functions that apply, and a faulty one is named.
 
 Targets are worked out by hand. Names are checked before the first model is loaded, and nothing that
-a function may return (wrong count, text, NaN, None for all) becomes a reward by accident. What a
-function written for TRL gets is in `test_trl_rewards`.
+a function may return (wrong count, text, NaN, None for all) becomes a reward by accident. What it
+logs is kept by name, and what cannot be logged is refused; whole runs are in `test_token_records`.
+What a function written for TRL gets is in `test_trl_rewards`.
+
+A function that rewards steps trains each token on the steps that end at it or later: process
+supervision (DeepSeekMath section 4.1.3), from the function's pairs through the scorer of a run to
+the advantages of tokens. What is selected on and logged is the sum of a completion's step rewards.
 """
 
 import asyncio
@@ -24,13 +29,19 @@ from ranks import launch
 from transformers import AutoModelForSequenceClassification, BertConfig, TrainerState
 
 from common import distributed
-from common.advantages import apply_missing_eos_penalty
+from common.advantages import (
+    EPSILON,
+    apply_missing_eos_penalty,
+    penalise_steps,
+    step_advantages,
+)
 from common.data import Example
 from common.errors import FunctionError, UserError
 from common.model import load
+from common.padding import right_pad
 from common.rewards import functions, models
 from common.rewards.functions import WORD, is_reward_model
-from common.rewards.score import RewardFunctions
+from common.rewards.score import RewardFunctions, RewardLog
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.overlap import rouge_l
@@ -92,6 +103,9 @@ def test_the_total_is_the_weighted_sum_of_what_applies():
     assert as_list(per_function["a"]) == [1, None, 3]
     assert as_list(per_function["b"]) == [10, 20, None]
     assert list(per_function) == ["a", "b"]
+    total, per_function = call({"a": constant(3, 4)}, [0.0])  # a weight of zero still applies
+    assert total.tolist() == [0, 0]
+    assert per_function["a"].tolist() == [3, 4]
 
 
 def test_a_function_changes_nothing_that_is_trained_on():
@@ -198,6 +212,59 @@ def test_a_function_sees_the_state_of_the_run_and_may_log():
     assert found.log.columns == {"texts": ["a", "b"]}
 
 
+# --- what a function logs -------------------------------------------------------------------------
+
+
+def scored(functions: dict[str, Any], **columns: Any) -> RewardLog:
+    """What functions note about three completions."""
+    rewards = RewardFunctions(functions, [1.0] * len(functions))
+    return rewards(["p"] * 3, ["a", "bb", "ccc"], [[1], [2], [3]], columns).log
+
+
+def noting(*calls: tuple[str, Any], kind: str = "log_metric") -> Any:
+    """A reward function that logs values under names."""
+
+    def function(completions: list[str], **columns: Any) -> list[float]:
+        for name, value in calls:
+            columns[kind](name, value)
+        return [0.0] * len(completions)
+
+    return function
+
+
+def test_every_call_adds_a_value_to_its_name():
+    functions = {
+        "a": noting(("right", 0.5), ("right", np.float32(1.5)), ("long", torch.tensor(3))),
+        "b": noting(("right", True)),
+    }
+    assert scored(functions).metrics == {"right": [0.5, 1.5, 1.0], "long": [3.0]}
+
+
+def test_a_column_has_a_place_for_every_completion():
+    def some(completions: list[str], log_extra: Any, **rest: Any) -> list[float]:
+        log_extra("length", [np.int64(len(text)) for text in completions])
+        log_extra("parts", [tuple(text) for text in completions])
+        return [0.0] * len(completions)
+
+    choices = ["some", "other", "some"]
+    notes = scored({"some": some, "other": noting()}, reward_funcs=choices)
+    assert notes.columns == {"length": [1, None, 3], "parts": ["('a',)", None, "('c', 'c', 'c')"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "message"),
+    [
+        ("log_metric", "x", math.nan, "got nan; it must be a finite number"),
+        ("log_metric", "x", "1", "got '1'; it must be a finite number"),
+        ("log_metric", "x", [1.0], "got [1.0]; it must be a finite number"),
+        ("log_extra", "length", [0, 0], "got 2 values for 3 completions"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused(kind: str, name: str, value: Any, message: str):
+    with pytest.raises(ValueError, match=re.escape(f"{kind}({name!r}) {message}")):
+        scored({"judge": noting((name, value), kind=kind)})
+
+
 CHAT = [{"role": "user", "content": "2 + 2?"}]
 
 
@@ -244,12 +311,6 @@ def test_a_row_to_which_nothing_applies_is_an_error():
         call({"a": constant(1, None), "b": constant(None, None)}, [1, 0])
 
 
-def test_a_weight_of_zero_still_applies():
-    total, per_function = call({"a": constant(3, 4)}, [0.0])
-    assert total.tolist() == [0, 0]
-    assert per_function["a"].tolist() == [3, 4]
-
-
 # --- names ----------------------------------------------------------------------------------------
 
 
@@ -266,8 +327,7 @@ def test_gold_scores_the_embedded_task():
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_classifier_that_transformers_saved_gives_its_own_logits(tmp_path, process_group, family):
     """In bfloat16, without a word of this project in its folder."""
-    lm = tiny.classifier(family, vocab_size=300, is_plain=True).to(torch.bfloat16)
-    lm.config.pad_token_id = 1
+    lm = tiny.classifier(family, vocab_size=300, is_plain=True, pad_id=1).to(torch.bfloat16)
     lm.save_pretrained(tmp_path / "judge")
     tiny.tokenizer().save_pretrained(tmp_path / "judge")
     texts = ["my key is lost", " the key", " a dog is lost too"]
@@ -576,13 +636,8 @@ def ids_of_a_fork() -> list[list[int]]:
     with tokenizer_threads():
         tokenizer(["a b"] * 5000)
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        asked = pool.apply_async(_ids, [tokenizer])
-        return asked.get(timeout=60)
-
-
-def _ids(tokenizer: Any) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(["a b"] * 50)["input_ids"]
-    return ids
+        asked = pool.apply_async(tokenizer, [["a b"] * 50])
+        return asked.get(timeout=60)["input_ids"]
 
 
 def test_a_reward_function_may_fork_and_tokenise_there(tmp_path: Path):
@@ -599,3 +654,145 @@ def test_an_encoder_is_no_model_of_any_kind(tmp_path: Path):
     for kind in ("policy", "trunk"):
         with pytest.raises(UserError, match="is a bert model, not a causal language model"):
             load.read_model_config(str(tmp_path), kind, tiny.tokenizer(), config)
+
+
+# --- step rewards ---------------------------------------------------------------------------------
+
+STEPS_FILE = """
+def steps(prompts, completions, completion_ids, **columns):
+    '''1 for each step that ends in the token 5, else 0; a step ends at 5 and at 6.'''
+    return [
+        [(place, float(token == 5)) for place, token in enumerate(ids) if token in (5, 6)]
+        for ids in completion_ids
+    ]
+
+def stops(completion_ids, has_stop, **columns):
+    return [0.5 if stop else None for stop in has_stop]
+"""
+
+
+def score_lengths(functions: dict[str, Any], weights: list[float], lengths: list[int]) -> Any:
+    ids = [[7] * length for length in lengths]
+    texts = [f"c{i}" for i in range(len(lengths))]
+    return RewardFunctions(functions, weights)(texts, texts, ids, {})
+
+
+def test_the_reward_of_a_completion_is_the_sum_of_its_steps():
+    found = score_lengths({"s": constant([(1, 0.25), (3, 1.0)], [(0, -2)])}, [2.0], [4, 1])
+    assert found.steps == [{1: 0.5, 3: 2.0}, {0: -4.0}]
+    assert found.by_function["s"].tolist() == [1.25, -2.0]
+    assert found.total.tolist() == [2.5, -4.0]
+
+
+def test_another_function_s_reward_is_a_step_that_ends_with_the_completion():
+    functions = {
+        "s": constant([(1, 1.0), (3, 1.0)], [(0, 3.0)], None),
+        "a": constant(10, 20, 30),
+        "watched": constant(5, 5, 5),
+    }
+    found = score_lengths(functions, [1.0, 0.5, 0.0], [4, 2, 3])
+    assert found.steps == [{1: 1.0, 3: 6.0}, {0: 3.0, 1: 10.0}, {2: 15.0}]
+    assert found.total.tolist() == [sum(steps.values()) for steps in found.steps]
+    assert found.by_function["s"].tolist()[:2] == [2.0, 3.0]
+    assert math.isnan(found.by_function["s"][2])
+
+
+def test_a_function_that_is_only_watched_adds_no_step():
+    """A step of reward 0 would move the mean of all steps."""
+    functions = {"s": constant([(0, 1.0)]), "watched": constant(5), "also": constant([(1, 9.0)])}
+    found = score_lengths(functions, [1.0, 0.0, 0.0], [3])
+    assert found.steps == [{0: 1.0}]
+    assert found.by_function["also"].tolist() == [9.0]
+    functions = {"watched": constant([(1, 1.0)], [(0, 3.0)]), "a": constant(10, 20)}
+    found = score_lengths(functions, [0.0, 1.0], [4, 2])
+    assert found.steps == []
+    assert found.total.tolist() == [10.0, 20.0]
+
+
+def test_two_functions_may_reward_the_same_step():
+    functions = {"a": constant([(0, 1.0), (2, 2.0)]), "b": constant([(2, 10.0), (2, 1.0)])}
+    found = score_lengths(functions, [1.0, 3.0], [3])
+    assert found.steps == [{0: 1.0, 2: 2.0 + 3 * 11.0}]
+
+
+def test_a_completion_without_a_step_has_reward_0():
+    found = score_lengths({"s": constant([], [(0, 1.0)])}, [1.0], [3, 1])
+    assert found.steps == [{}, {0: 1.0}]
+    assert found.total.tolist() == [0.0, 1.0]
+
+
+def test_without_step_rewards_there_are_no_steps():
+    assert score_lengths({"a": constant(1, None), "b": constant(2, 3)}, [1, 1], [3, 1]).steps == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([(3, 1.0)], "must end at 0 to 2, a token of the completion"),
+        ([(-1, 1.0)], "must end at 0 to 2"),
+        ([(0.5, 1.0)], "must end at 0 to 2"),
+        ([(0, math.nan)], "must be a finite number"),
+        ([(0, None)], "must be a finite number"),
+        ([(0, "1")], "must be a finite number"),
+        ([(0, 1.0, 2.0)], "must be a pair"),
+        ([0, 1.0], "must be a pair"),
+        ((0, 1.0), "must be a pair"),  # a step where a list of steps is due
+    ],
+)
+def test_a_faulty_step_names_function_and_row(steps, words):
+    with pytest.raises(UserError) as caught:
+        score_lengths({"good": constant(0, 0), "bad": constant([(0, 1.0)], steps)}, [1, 1], [3, 3])
+    assert "'bad' returned" in str(caught.value)
+    assert "for row 1 of the batch" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_completion_that_did_not_stop_has_the_penalty_as_its_only_step():
+    steps = [{0: 1.0, 2: 3.0}, {1: 5.0}]
+    assert penalise_steps(steps, [4, 1], [False, True], -1.0) == [{4: -1.0}, {1: 5.0}]
+    assert penalise_steps(steps, [4, 1], [False, True], None) == steps
+
+
+def test_tokens_are_trained_on_the_steps_that_end_at_or_after_them(tmp_path: Path):
+    """Two prompts with two completions each, through the scorer of a run."""
+    (tmp_path / "judge.py").write_text(STEPS_FILE)
+    names = [f"{tmp_path / 'judge.py'}:steps", f"{tmp_path / 'judge.py'}:stops"]
+    config = tiny.train_config(max_prompt_length=8, max_completion_length=8)
+    scorer = RewardFunctions.find(names, [1.0, 2.0], tiny.vocabulary(), config)
+    examples = [Example(row, "p", [9], [], {}) for row in range(2)]
+    ids = [[9, 5, 9, 6, 0], [6, 9, 5], [5, 5, 0], [6, 6, 0]]
+    has_stop = [True, False, True, True]
+    rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], has_stop)
+    scorer.check_rows(examples)
+    scored = scorer.score(examples, rollouts)
+
+    # `stops` gives 2 * 0.5 at the last token of what stopped.
+    assert scored.steps == [
+        {1: 1.0, 3: 0.0, 4: 1.0},
+        {0: 0.0, 2: 1.0},
+        {0: 1.0, 1: 1.0, 2: 1.0},
+        {0: 0.0, 1: 0.0, 2: 1.0},
+    ]
+    assert scored.total.tolist() == [[2.0, 1.0], [3.0, 1.0]]
+    assert scored.by_function["steps"].tolist() == [[1.0, 1.0], [2.0, 0.0]]
+
+    mask = right_pad(ids, 0)[1]  # (N*K, C)
+    rewards = [list(steps.values()) for steps in scored.steps]
+    ends = [list(steps) for steps in scored.steps]
+    found = step_advantages(rewards, ends, mask, num_generations=2)
+    # The first prompt's steps have 1 0 1 0 1: mean 3/5 and variance 0.3. Those of the second have
+    # 1 1 1 0 0 1: mean 2/3 and variance 4/15.
+    std_a, std_b = math.sqrt(0.3) + EPSILON, math.sqrt(4 / 15) + EPSILON
+    right, wrong = 0.4 / std_a, -0.6 / std_a
+    both = right + wrong + right
+    expected = [
+        [both, both, wrong + right, wrong + right, right],
+        [wrong + right, right, right, 0, 0],
+    ]
+    right, wrong = (1 / 3) / std_b, -(2 / 3) / std_b
+    expected += [
+        [3 * right, 2 * right, right, 0, 0],
+        [2 * wrong + right, wrong + right, right, 0, 0],
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
+    assert list(scored.by_function) == ["steps", "stops"]

@@ -137,21 +137,12 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
 # ---- reward models of conversations --------------------------------------------------------------
 
 
-def conversations(number: int) -> list[dict[str, Any]]:
-    """Pairs of messages, whose answers begin with no space: it would merge with the line break."""
-    return [
-        {
-            "prompt": [{"role": "user", "content": row["prompt"].strip()}],
-            **{
-                side: [{"role": "assistant", "content": row[side].strip()}]
-                for side in ("chosen", "rejected")
-            },
-        }
-        for row in synthetic.make_rows("preference", "train", number)
-    ]
-
-
-ROWS = conversations(12)
+ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+# Pairs of messages, whose answers begin with no space: it would merge with the line break.
+ROWS = [
+    {name: [{"role": role, "content": row[name].strip()}] for name, role in ROLES.items()}
+    for row in synthetic.make_rows("preference", "train", 12)
+]
 
 
 def chatml_tokenizer(eos_token: str, vocab_size: int = 1024) -> Any:

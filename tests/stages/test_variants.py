@@ -12,24 +12,15 @@ import pytest
 import torch
 from ranks import STAGES
 
-import train_dpo
-import train_grpo
-import train_reward
-import train_sft
 from common.config.flags import CompletionFlags, FrozenFlags, SampleTableFlags
 from common.config.stages import TrainConfig
 from common.sampling.vllm.config import EngineConfig
+from experiments.stages import config_class
 from tests.variants import OF_STAGE, VARIANTS, Run, compare, label, largest_difference, row
 
-CONFIGS: dict[str, Any] = {
-    "sft": train_sft.SFTConfig,
-    "reward": train_reward.RewardConfig,
-    "dpo": train_dpo.DPOConfig,
-    "grpo": train_grpo.GRPOConfig,
-}
 GROUPS = (TrainConfig, EngineConfig, SampleTableFlags, CompletionFlags, FrozenFlags)
 SHARED = {f.name for group in GROUPS for f in fields(group)}
-OWN = [(stage, f) for stage, config in CONFIGS.items() for f in fields(config)]
+OWN = [(stage, f) for stage in STAGES for f in fields(config_class(f"train_{stage}"))]
 OWN = [(stage, f) for stage, f in OWN if f.name not in SHARED]
 
 
@@ -55,7 +46,7 @@ def test_every_objective_flag_is_tried(stage: str, field: Any):
 
 
 def test_every_stage_has_variants_and_none_is_there_twice():
-    assert VARIANTS.keys() == STAGES.keys() == CONFIGS.keys()
+    assert VARIANTS.keys() == STAGES.keys()
     for stage, variants in VARIANTS.items():
         assert len({label(stage, flags) for flags in variants}) == len(variants)
 
