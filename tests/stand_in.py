@@ -85,24 +85,17 @@ class StandIn:
     @torch.no_grad()
     def generate(self, prompt: list[int], wish: dict[str, Any]) -> list[dict[str, Any]]:
         """Completions of a prompt; unlike vLLM's, one token after the other."""
-        choices = []
+        choices, temperature = [], wish["temperature"]
         for index in range(wish["n"]):
-            noise, temperature = (
-                torch.Generator().manual_seed(wish["seed"] + index),
-                wish["temperature"],
-            )
+            noise = torch.Generator().manual_seed(wish["seed"] + index)
             ids: list[int] = []
             logps: list[float] = []
             while len(ids) < wish["max_tokens"] and not set(ids) & set(wish["stop_token_ids"]):
                 logits = self.lm(torch.tensor([prompt + ids])).logits[0, -1]
                 scores = torch.log_softmax(logits / (temperature or 1.0), -1)
-                token = int(
-                    scores.argmax()
-                    if temperature == 0
-                    else scores.exp().multinomial(1, generator=noise)
-                )
-                ids.append(token)
-                logps.append(float(scores[token]))
+                drawn = scores.exp().multinomial(1, generator=noise)
+                ids.append(int(drawn if temperature else scores.argmax()))
+                logps.append(float(scores[ids[-1]]))
             content = [{"token": "", "logprob": logp} for logp in logps]
             choices.append({"index": index, "token_ids": ids, "logprobs": {"content": content}})
         return choices[::-1]  # in no order

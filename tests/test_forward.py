@@ -62,24 +62,20 @@ def assert_rows_close(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
-def test_token_logps_equal_a_forward_without_padding(lm, temperature):
+def test_token_logps_equal_a_forward_without_padding_whatever_side_and_amount(lm, temperature):
     batch = usual_batch(PROMPTS, COMPLETIONS)
     with torch.no_grad():
         scores = Policy(lm)(batch, temperature=temperature)
     assert scores.token_logps.dtype == torch.float32
     assert (scores.token_logps[~batch.completion_mask] == 0).all()
     assert (scores.entropy == 0).all()  # not asked for
-    expected = plain_logps(lm, temperature)
-    assert_rows_close(scores.token_logps, batch, expected, tiny.rounding(lm, temperature))
-
-
-def test_padding_side_and_amount_change_no_logp(lm):
-    expected = plain_logps(lm)
+    expected, limit = plain_logps(lm, temperature), tiny.rounding(lm, temperature)
+    assert_rows_close(scores.token_logps, batch, expected, limit)
     for side, extra, pad_id in itertools.product(("left", "right"), (0, 1, 30), (0, 60)):
         batch = tiny.batch_of(PROMPTS, COMPLETIONS, side=side, extra=extra, pad_id=pad_id)
         with torch.no_grad():
-            logps = Policy(lm)(batch).token_logps
-        assert_rows_close(logps, batch, expected, tiny.rounding(lm))
+            logps = Policy(lm)(batch, temperature=temperature).token_logps
+        assert_rows_close(logps, batch, expected, limit)
 
 
 def test_gpt2_without_position_ids_is_wrong_under_left_padding():

@@ -5,6 +5,7 @@ and TRL's formulas written out where TRL says something else. No loss depends on
 its mask, nor on how the optimiser step is cut into micro-batches.
 """
 
+import functools
 import itertools
 import math
 
@@ -61,9 +62,7 @@ def test_bradley_terry_by_hand():
         losses.bradley_terry_loss(chosen, rejected, margin=margin),
         [SOFTPLUS_MINUS_1, SOFTPLUS_MINUS_1, SOFTPLUS_1],
     )
-
-
-def test_bradley_terry_is_the_likelihood_of_the_label_and_survives_extremes():
+    # It is the likelihood of the label, and survives extremes.
     difference = torch.tensor([0.7, -100.0, 100.0], requires_grad=True)
     loss = losses.bradley_terry_loss(difference, torch.zeros(3))
     probability = math.exp(0.7) / (math.exp(0.7) + 1)  # e^r_w / (e^r_w + e^r_l)
@@ -264,9 +263,7 @@ def test_kl_values_by_hand():
     close(losses.kl_estimate(logps, ref), [[0.5 + LN2 - 1]])  # the default
     for estimator in losses.KL_ESTIMATORS:
         assert losses.kl_estimate(logps, logps, estimator=estimator).item() == 0
-
-
-def test_k3_keeps_its_digits_near_zero():
+    # k3 keeps its digits near zero.
     logps = torch.tensor([[-2.0]])
     for difference in (2.0**-10, -(2.0**-10), 2.0**-12):  # exact in float32 beside 2
         estimate = losses.kl_estimate(logps, logps + difference).item()
@@ -647,30 +644,20 @@ def test_half_precision_is_raised_to_float32():
 def test_unusable_options_are_refused_with_the_values_allowed():
     logps, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     pair = [torch.zeros(1)] * 4
+    preference = functools.partial(losses.preference_loss, *pair, beta=0.1)
+    policy = functools.partial(losses.policy_loss, logps, logps, logps, mask)
     refusals = [
-        (lambda: losses.preference_loss(*pair, beta=0.1, loss_type="dpo"), "'dpo'.*sigmoid"),
-        (lambda: losses.preference_loss(*pair, beta=0.1, label_smoothing=0.5), "0.5 but must lie"),
+        (lambda: preference(loss_type="dpo"), "'dpo'.*sigmoid"),
+        (lambda: preference(label_smoothing=0.5), "0.5 but must lie"),
         (
-            lambda: losses.preference_loss(*pair, beta=0.1, loss_type="ipo", label_smoothing=0.1),
+            lambda: preference(loss_type="ipo", label_smoothing=0.1),
             "0.1 but must .* be 0 but with sigmoid, sigmoid_norm, robust, simpo, not ipo",
         ),
         (lambda: losses.kl_estimate(logps, logps, estimator="k4"), "'k4'.*k1, k2, k3"),
-        (
-            lambda: losses.policy_loss(logps, logps, logps, mask, ratio_level="word"),
-            "'word'.*token, sequence",
-        ),
-        (
-            lambda: losses.policy_loss(logps, logps, logps, mask, delta=1.1),
-            "delta is 1.1.*1 \\+ epsilon_high = 1.2",
-        ),
-        (
-            lambda: losses.policy_loss(logps, logps, logps, mask, delta=3.0, objective="cispo"),
-            "delta is 3.0.*None with objective cispo",
-        ),
-        (
-            lambda: losses.policy_loss(logps, logps, logps, mask, objective="ppo"),
-            "'ppo'.*clip, cispo, sapo, dppo",
-        ),
+        (lambda: policy(ratio_level="word"), "'word'.*token, sequence"),
+        (lambda: policy(delta=1.1), "delta is 1.1.*1 \\+ epsilon_high = 1.2"),
+        (lambda: policy(delta=3.0, objective="cispo"), "delta is 3.0.*None with objective cispo"),
+        (lambda: policy(objective="ppo"), "'ppo'.*clip, cispo, sapo, dppo"),
         (
             lambda: sampler_weights(logps, logps, mask, correction="tis", cap=2.0),
             "'tis'.*token_truncate",

@@ -54,9 +54,6 @@ def test_chain_of_counters_matches_unbounded_integers(seed: int, counters: list[
     tensors = [torch.tensor([counter, 0]) for counter in counters]
     if tensors:
         assert unsigned(noise.hash_counters(seed, *tensors)[0]) == state
-
-
-def test_float_counters_are_refused():
     with pytest.raises(AssertionError, match="integers"):
         noise.hash_counters(0, torch.tensor([0.5]))
 
@@ -123,9 +120,7 @@ def test_derived_seeds_separate_purposes_and_types():
     seeds = [noise.derive_seed(seed, *part) for seed in (0, 1) for part in parts]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_derived_seed_is_the_same_in_another_process():
+    # It is the same in another process.
     program = "from common.noise import derive_seed; print(derive_seed(3, 'sampling', 7))"
     for salt in ("1", "2"):
         assert int(tiny.output_of(program, hash_seed=salt)) == noise.derive_seed(3, "sampling", 7)

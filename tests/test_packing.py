@@ -93,19 +93,18 @@ def test_a_group_is_cut_into_as_few_equal_pieces_as_fit(config, prompt_length, l
 def test_a_group_by_hand():
     """A prompt of 10 and 6 completions of 5: 40 tokens once, 90 with a copy for each."""
     group = ([2] * 10, [[3] * 5] * 6, list(range(6)))
-    sizes = {}
-    for layout in LAYOUTS:
-        for tokens in (90, 89, 40, 39, 15, 1):
-            config = tiny.train_config(
-                layout=layout, micro_batch_tokens=tokens, micro_batch_size=64
-            )
-            sizes[layout, tokens] = [len(group.slots) for group in cut_group(*group, config)]
-    shared = [sizes["shared_prefix", tokens] for tokens in (90, 89, 40, 39, 15, 1)]
-    assert shared == [[6], [6], [6], [3, 3], [1] * 6, [1] * 6]
-    padded = [sizes["padded", tokens] for tokens in (90, 89, 40, 39, 15, 1)]
-    assert padded == [[6], [3, 3], [2] * 3, [2] * 3, [1] * 6, [1] * 6]
-    config = tiny.train_config(micro_batch_size=4)
-    assert [len(group.slots) for group in cut_group(*group, config)] == [3, 3]
+
+    def sizes(**limits: Any) -> list[int]:
+        return [len(part.slots) for part in cut_group(*group, tiny.train_config(**limits))]
+
+    for layout, expected in (
+        ("shared_prefix", [[6], [6], [6], [3, 3], [1] * 6, [1] * 6]),
+        ("padded", [[6], [3, 3], [2] * 3, [2] * 3, [1] * 6, [1] * 6]),
+    ):
+        options = {"layout": layout, "micro_batch_size": 64}
+        for tokens, found in zip((90, 89, 40, 39, 15, 1), expected, strict=True):
+            assert sizes(micro_batch_tokens=tokens, **options) == found
+    assert sizes(micro_batch_size=4) == [3, 3]
 
 
 # ---- packing -------------------------------------------------------------------------------------

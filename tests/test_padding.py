@@ -125,13 +125,8 @@ def test_moving_a_batch_moves_every_tensor():
     assert all(tensor.device.type == "meta" for tensor in tensors)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "completions", "message"),
-    [
-        ([[]], [[[1]]], "at least one token"),
-        ([[1]], [], "one list of completions"),
-    ],
-)
-def test_malformed_batches_are_refused(prompts: list, completions: list, message: str):
-    with pytest.raises(AssertionError, match=message):
-        padding.padded_batch(prompts, completions, 0)
+def test_malformed_batches_are_refused():
+    with pytest.raises(AssertionError, match="at least one token"):
+        padding.padded_batch([[]], [[[1]]], 0)
+    with pytest.raises(AssertionError, match="one list of completions"):
+        padding.padded_batch([[1]], [], 0)

@@ -33,7 +33,6 @@ GROUPS = st.lists(  # lengths of a prompt and of its completions
     min_size=1,
     max_size=4,
 )
-Group = tuple[int, list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("properties")
 
 
-def ids_of(groups: list[Group]) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """Random prompts and completions of the lengths."""
-    prompts = [tiny.random_ids(length, seed=i) for i, (length, _) in enumerate(groups)]
-    completions = [
-        [tiny.random_ids(length, seed=100 * i + k + 50) for k, length in enumerate(lengths)]
-        for i, (_, lengths) in enumerate(groups)
-    ]
-    return prompts, completions
-
-
 # ---- batches -------------------------------------------------------------------------------------
 
 
@@ -63,7 +52,9 @@ def ids_of(groups: list[Group]) -> tuple[list[list[int]], list[list[list[int]]]]
 @given(groups=GROUPS, layout=LAYOUTS, pad_id=st.integers(0, 60))
 def test_a_score_does_not_depend_on_what_pads_the_row(policy, groups, layout, pad_id):
     """Each completion in its batch against the same one alone, without any padding."""
-    prompts, completions = ids_of(groups)
+    examples = tiny.ragged_examples([(prompt, *lengths) for prompt, lengths in groups])
+    prompts = [example.prompt_ids for example in examples]
+    completions = [example.completions for example in examples]
     with torch.no_grad():
         batch = MAKERS[layout](prompts, completions, pad_id)
         found = tiny.per_row(policy(batch).token_logps, batch.completion_mask)

@@ -239,13 +239,10 @@ def test_noise_of_a_model_s_own_is_refused(layout):
 # ---- stop token ----------------------------------------------------------------------------------
 
 
-def test_a_trained_stop_token_is_accepted():
+def test_data_without_a_stop_token_are_refused_unless_they_are_meant_so():
     truncated = Example(0, "", [5, 6], [[7, 8, 9]], {})
     self_checks.stop_token_is_trained(PAIRS, tiny.vocabulary([STOP]), CONFIG)
     self_checks.stop_token_is_trained([truncated, *PAIRS], tiny.vocabulary([13, STOP]), CONFIG)
-
-
-def test_data_without_a_stop_token_are_refused_unless_they_are_meant_so():
     words = "none of the first .* ends in a stop token.*--require_stop_token false where"
     with pytest.raises(UserError, match=words):
         self_checks.stop_token_is_trained(PAIRS, tiny.vocabulary([13]), CONFIG)
@@ -309,23 +306,17 @@ def test_dpo_starts_at_ln_2_with_the_policy_s_own_weights_only(family):
     reference = pair_logps(sharded(Policy(tiny.causal_lm(family)).requires_grad_(False)))
     self_checks.dpo_starts_at_ln_2(policy, reference)
     other = pair_logps(sharded(Policy(tiny.causal_lm(family, seed=1)).requires_grad_(False)))
-    with refused("ln 2", "policy and reference differ"):
-        self_checks.dpo_starts_at_ln_2(policy, other)
-
-
-def test_swapped_columns_of_the_reference_are_refused():
-    logps = pair_logps(Policy(tiny.causal_lm("gpt2")))
-    with refused("ln 2"):
-        self_checks.dpo_starts_at_ln_2(logps, logps.flip(-1))
+    for wrong in (other, policy.flip(-1)):  # another model, swapped columns
+        with refused("ln 2", "policy and reference differ"):
+            self_checks.dpo_starts_at_ln_2(policy, wrong)
 
 
 def test_dropout_in_the_policy_is_refused():
     policy = Policy(tiny.causal_lm("gpt2", resid_pdrop=0.5).train())
     torch.manual_seed(0)
+    logps = [pair_logps(model) for model in (policy, Policy(tiny.causal_lm("gpt2")))]
     with refused("ln 2"):
-        self_checks.dpo_starts_at_ln_2(
-            pair_logps(policy), pair_logps(Policy(tiny.causal_lm("gpt2")))
-        )
+        self_checks.dpo_starts_at_ln_2(*logps)
 
 
 # ---- the first rollout ---------------------------------------------------------------------------
@@ -358,9 +349,11 @@ def first_rollout(
     self_checks.sampler_equals_trainer(policy, batch, sampled, ref_logps, config, 0.7)
 
 
-def test_a_first_rollout_on_policy_is_accepted():
+def test_a_first_rollout_on_policy_is_accepted_unless_the_reference_is_another():
     first_rollout()
     first_rollout(ref_seed=None)
+    with refused("reference and trainer differ"):
+        first_rollout(ref_seed=1)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -371,11 +364,6 @@ def test_a_sampler_that_is_not_the_policy_is_refused(wrong, bf16):
     config = tiny.train_config(**LENGTHS, bf16=bf16)
     with refused("sampler and trainer differ"):
         first_rollout(config=config, **wrong)
-
-
-def test_a_reference_that_is_not_the_policy_is_refused():
-    with refused("reference and trainer differ"):
-        first_rollout(ref_seed=1)
 
 
 def test_a_gap_of_opposite_signs_does_not_cancel():

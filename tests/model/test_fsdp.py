@@ -83,7 +83,7 @@ def test_blocks_of_a_model_that_names_none() -> None:
 # --- parts swapped for ones that compute the same -------------------------------------------------
 
 
-def test_the_fused_gelu_is_gpt2_s() -> None:
+def test_the_fused_gelu_is_gpt2_s_and_other_activations_are_kept() -> None:
     """Value and gradient: to rounding of float32 where the formula's eight steps round apart."""
     x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0, 1e-8, -1e-8, 100, -100])])
     lm = tiny.causal_lm("gpt2")
@@ -100,11 +100,6 @@ def test_the_fused_gelu_is_gpt2_s() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(slope, expected_slope, rtol=1e-5, atol=1e-5)
     assert (exact - expected).abs().max() > 1e-4  # the control: erf is another function
-
-
-def test_every_gelu_is_fused_and_other_activations_are_kept() -> None:
-    lm = tiny.causal_lm("gpt2")
-    fsdp.fuse_gelu(lm)
     assert not any(isinstance(part, NewGELUActivation) for part in lm.modules())
     assert sum(isinstance(part, nn.GELU) for part in lm.modules()) == 2
     for family, fields in (("llama", {}), ("gpt2", {"activation_function": "relu"})):
@@ -358,7 +353,7 @@ def inspect_reward_model(folder: str) -> dict[str, Any]:
     """A new reward head and one more token, under bfloat16."""
     config = tiny.train_config(bf16=True)
     path = weights_folder(Path(folder), "gpt2")
-    tokenizer = TokenizerOfLength(62)  # one more than the model
+    tokenizer = Tokens(range(62))  # one more than the model
     lm = load.load_reward_model(path, AutoConfig.from_pretrained(path), tokenizer, config)
     reward_model = RewardModel(lm)
     model = fsdp.shard(reward_model, config, distributed.mesh(), float32_modules=[lm.score])
@@ -397,7 +392,7 @@ def inspect_frozen(folder: str) -> dict[str, Any]:
         seen[name] = sorted({str(local(p).dtype) for p in policy.parameters()})
         with torch.no_grad():
             seen[f"{name}, logps"] = policy(batch).token_logps.tolist()
-    lm = load.load_reward_model(path, model_config, TokenizerOfLength(62), config)
+    lm = load.load_reward_model(path, model_config, Tokens(range(62)), config)
     model = RewardModel(lm).requires_grad_(False)
     model = fsdp.shard(model, config, mesh, float32_modules=[lm.score])
     seen["head"] = str(local(lm.score.weight).dtype)
@@ -405,16 +400,10 @@ def inspect_frozen(folder: str) -> dict[str, Any]:
     return seen
 
 
-class TokenizerOfLength:
+class Tokens(list[int]):
     """What `load_reward_model` asks of a tokenizer: its length and its pad token."""
 
     pad_token_id = 61
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
 
 
 @pytest.fixture(scope="module")
@@ -444,7 +433,7 @@ def expected_state(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_rank_holds_its_part_of_what_rank_0_read(
+def test_every_rank_holds_its_part_of_what_rank_0_read_and_rank_0_collects_it(
     seen: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
     expected = expected_state(folder / name / "whole")
@@ -453,16 +442,8 @@ def test_every_rank_holds_its_part_of_what_rank_0_read(
         assert rank[name]["all_sharded"]
         assert rank[name]["share"] == pytest.approx(0.5, abs=0.02)
         assert rank[name]["is_tied"] == MODELS[name][1]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_units_are_the_blocks_and_the_root(seen: list[dict[str, Any]], name: str) -> None:
     block = f"FSDP{BLOCKS[MODELS[name][0]]}"
     assert seen[0][name]["units"] == sorted([block, block, "FSDPPolicy"])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_only_rank_0_collects_the_full_state(seen: list[dict[str, Any]], name: str) -> None:
     first, second = (rank[name]["num_in_full_state"] for rank in seen)
     assert first >= len([key for key in seen[0][name]["state"] if "inv_freq" not in key])
     assert second == 0

@@ -11,9 +11,11 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -53,17 +55,9 @@ def both_batches(
         for i, (_, lengths) in enumerate(groups)
     ]
     is_real = [True] * len(groups) if is_real is None else is_real
-    rows = [
-        (prompt, completion, flag)
-        for prompt, group, flag in zip(prompts, completions, is_real, strict=True)
-        for completion in group
-    ]
-    padded = padded_batch(
-        [prompt for prompt, _, _ in rows],
-        [[completion] for _, completion, _ in rows],
-        7,
-        is_real=[flag for *_, flag in rows],
-    )
+    owner = [i for i, group in enumerate(completions) for _ in group]
+    rows = [prompts[i] for i in owner], [[ids] for group in completions for ids in group]
+    padded = padded_batch(*rows, 7, is_real=[is_real[i] for i in owner])
     shared = shared_prefix_batch(prompts, completions, 7, is_real=is_real)
     return padded.to(distributed.device()), shared.to(distributed.device())
 
@@ -89,14 +83,22 @@ def assert_gradients_close(found: nn.Module, expected: nn.Module) -> None:
         assert error <= tolerance * max(1.0, float(gradient.norm())), name
 
 
+@contextmanager
+def refused(*parts: str) -> Iterator[None]:
+    with pytest.raises(UserError) as caught:
+        yield
+    tiny.check_sentence(caught.value, *parts)
+    assert str(caught.value).endswith("use --layout padded.")
+
+
 # ---- scores and gradients ------------------------------------------------------------------------
 
 
 def compare_policies(
     family: str,
     groups: Groups,
-    temperature: float,
-    is_recomputed: bool,
+    temperature: float = 1.0,
+    is_recomputed: bool = False,
     shape: dict[str, Any] | None = None,
     **fields: Any,
 ) -> None:
@@ -126,38 +128,33 @@ def compare_policies(
     assert_gradients_close(policy, reference)
 
 
-@pytest.mark.parametrize("groups", CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_scores_and_gradients_are_those_of_the_padded_layout(family, groups):
-    compare_policies(family, groups, 1.0, False)
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_also_at_another_temperature_recomputed_and_with_fillers(family):
-    real = [True, False, True, True]
-    compare_policies(family, CASES["mixed"], 0.7, True, is_real=real, seed=3)
-
-
 def heads(num_heads: int, num_key_value_heads: int) -> dict[str, Any]:
     shape = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_value_heads}
     return shape | {"width": 8 * num_heads}
 
 
+OTHERWISE = {"temperature": 0.7, "is_recomputed": True, "is_real": [True, False, True, True]}
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    *((family, heads(*n)) for family in ("llama", "qwen2") for n in ((4, 1), (6, 3), (4, 4))),
+    *(("gpt2", {"n_layer": n}) for n in (1, 3)),  # the last block is shortened, be it the first
+    *(("qwen2", {"num_hidden_layers": n}) for n in (1, 3)),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),  # the second layer's are halved
+    ("olmo2", {}),  # has no norm before its attention: the last block is computed whole
+]
+
+
 @pytest.mark.parametrize(
-    ("family", "shape"),
+    ("family", "name", "options"),
     [
-        *((family, heads(*n)) for family in ("llama", "qwen2") for n in ((4, 1), (6, 3), (4, 4))),
-        *(("gpt2", {"n_layer": n}) for n in (1, 3)),  # the last block is shortened, be it the first
-        *(("qwen2", {"num_hidden_layers": n}) for n in (1, 3)),
-        (
-            "gpt2",
-            {"scale_attn_by_inverse_layer_idx": True},
-        ),  # the second layer's are halved
-        ("olmo2", {}),  # has no norm before its attention: the last block is computed whole
+        *((family, name, {}) for family in tiny.FAMILIES for name in CASES),
+        *((family, "mixed", OTHERWISE | {"seed": 3}) for family in tiny.FAMILIES),
+        *((family, "mixed", {"shape": shape}) for family, shape in SHAPES),
     ],
+    ids=str,
 )
-def test_also_in_other_shapes(family, shape):
-    compare_policies(family, CASES["mixed"], 1.0, False, shape)
+def test_scores_and_gradients_are_those_of_the_padded_layout(family, name, options):
+    """At another temperature too, recomputed, with fillers and in other shapes."""
+    compare_policies(family, CASES[name], **options)
 
 
 @settings(max_examples=12, deadline=None)
@@ -171,7 +168,7 @@ def test_also_in_other_shapes(family, shape):
     seed=st.integers(0, 99),
 )
 def test_any_shape_scores_alike(groups, family, seed):
-    compare_policies(family, groups, 1.3, False, seed=seed)
+    compare_policies(family, groups, 1.3, seed=seed)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -265,9 +262,8 @@ def test_an_attention_that_is_not_told_the_layout_is_refused():
     forward = last.forward
     last.forward = lambda *args, layout=None, **options: forward(*args, **options)
     _, batch = both_batches(CASES["pairs"])
-    with torch.no_grad(), pytest.raises(UserError) as caught:
+    with torch.no_grad(), refused("LlamaForCausalLM cannot share a prompt"):
         Policy(lm)(batch)
-    assert_one_sentence(caught, "LlamaForCausalLM cannot share a prompt")
 
 
 # ---- one attention call --------------------------------------------------------------------------
@@ -452,11 +448,6 @@ def test_a_shared_row_by_hand():
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def assert_one_sentence(caught: Any, *parts: str) -> None:
-    tiny.check_sentence(caught.value, *parts)
-    assert str(caught.value).endswith("use --layout padded.")
-
-
 @pytest.mark.parametrize("first_layer", [0, 1])
 def test_a_window_shorter_than_a_completed_prompt_is_refused(first_layer):
     """One as long as it hides nothing; the prompts of a row together may be longer."""
@@ -468,9 +459,8 @@ def test_a_window_shorter_than_a_completed_prompt_is_refused(first_layer):
     with torch.no_grad():
         found = policies[0](batch).token_logps
         torch.testing.assert_close(found, Policy(tiny.causal_lm("qwen2"))(batch).token_logps)
-        with pytest.raises(UserError) as caught:
+        with refused("a window of 8 tokens", "completion has 9"):
             policies[1](batch)
-    assert_one_sentence(caught, "a window of 8 tokens", "completion has 9")
 
 
 def test_a_window_that_is_too_short_is_refused_before_weights_are_read(tmp_path):
@@ -480,18 +470,13 @@ def test_a_window_that_is_too_short_is_refused_before_weights_are_read(tmp_path)
     read = functools.partial(load.read_model_config, str(tmp_path), "trunk", None)
     read(tiny.train_config(**fields, layout="padded"))
     read(tiny.train_config(**(fields | {"max_prompt_length": 32})))
-    with pytest.raises(UserError) as caught:
+    with refused("has a window of 40 tokens"):
         read(tiny.train_config(**fields))
-    assert_one_sentence(caught, "has a window of 40 tokens")
-
-
-def test_a_window_of_0_is_none(tmp_path):
-    """As Qwen2-MoE writes it, unless it uses one."""
+    # A window of 0 is none: as Qwen2-MoE writes it, unless it uses one.
     config = tiny.model_config("qwen2_moe", moe_intermediate_size=16, num_experts=2)
     assert config.sliding_window == 0
     config.save_pretrained(tmp_path)
-    fields = {"max_prompt_length": 36, "max_completion_length": 8}
-    load.read_model_config(str(tmp_path), "trunk", None, tiny.train_config(**fields))
+    read(tiny.train_config(**fields))
     shared_prefix.refuse_unsupported(SimpleNamespace(longest=44), {"sliding_window": 0})
 
 
@@ -509,9 +494,8 @@ LLAMA_4 = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
 )
 def test_an_attention_that_sdpa_cannot_compute_is_refused_in_the_shared_layout(family, name, shape):
     lm = tiny.causal_lm(family, is_plain=True, **shape)
-    with pytest.raises(UserError) as caught:
+    with refused(f"{name} has an attention of its own"):
         shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
-    assert_one_sentence(caught, f"{name} has an attention of its own")
     if family == "llama4_text":
         self_checks.only_tokens_matter(Policy(lm), tiny.train_config(**LENGTHS, layout="padded"))
 
@@ -520,9 +504,8 @@ def test_an_attention_that_sdpa_cannot_compute_is_refused_in_the_shared_layout(f
 def test_what_an_attention_asks_for_beside_is_refused(option):
     x = torch.randn(1, 2, 10, 8)
     layout = layout_of([(4, [3, 2]), (1, [])])
-    with pytest.raises(UserError) as caught:
+    with refused(f"asks for {option!r}"):
         shared_prefix.attend(torch.nn.Identity(), x, x, x, None, layout=layout, **{option: 1.0})
-    assert_one_sentence(caught, f"asks for {option!r}")
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -551,9 +534,8 @@ CONFIG = tiny.train_config(**LENGTHS)
 
 
 def refused_layout(module: nn.Module) -> None:
-    with pytest.raises(UserError) as caught:
+    with refused("changes the scores of"):
         self_checks.only_tokens_matter(module, CONFIG)
-    assert_one_sentence(caught, "changes the scores of")
     self_checks.only_tokens_matter(module, tiny.train_config(**LENGTHS, layout="padded"))
 
 
@@ -569,9 +551,8 @@ def test_a_cap_is_refused_however_small_the_logits_are(small):
         lm.lm_head.weight *= small
     self_checks.only_tokens_matter(Policy(lm), CONFIG)
     tiny.cap_logits(lm)
-    with pytest.raises(UserError) as caught:
+    with refused("LlamaForCausalLM"):
         self_checks.only_tokens_matter(Policy(lm), CONFIG)
-    assert_one_sentence(caught, "LlamaForCausalLM")
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -587,9 +568,8 @@ def test_layouts_agree_refuses_a_wrong_row(family, broken, monkeypatch):
             batch.layout.trunks = [
                 (start, end, last, last) for start, end, _, last in batch.layout.trunks
             ]
-            batch.layout.branch_index = batch.layout.branch_index[:0]
-            batch.layout.branch_mask = batch.layout.branch_mask[:0]
-            batch.layout.branch_owner = batch.layout.branch_owner[:0]
+            for name in ("branch_index", "branch_mask", "branch_owner"):
+                setattr(batch.layout, name, getattr(batch.layout, name)[:0])
         else:
             setattr(batch, broken, getattr(batch, broken) - 1)
         return batch
@@ -605,17 +585,7 @@ def test_layouts_agree_refuses_a_wrong_row(family, broken, monkeypatch):
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
 def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
-    class Unit:
-        forward: list[Any] | None = None
-        backward: list[Any] | None = None
-
-        def set_modules_to_forward_prefetch(self, units: list[Any]) -> None:
-            self.forward = units
-
-        def set_modules_to_backward_prefetch(self, units: list[Any]) -> None:
-            self.backward = units
-
-    units: list[Any] = [Unit() for _ in range(4)]
+    units: list[Any] = [mock.Mock() for _ in range(4)]
     fsdp.prefetch(units, num_ahead)
     names = {unit: place for place, unit in enumerate(units)}
     expected: dict[int, list[tuple]] = {
@@ -623,9 +593,11 @@ def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
         1: [([1], []), ([2], [0]), ([3], [1]), ([], [2])],
         2: [([1, 2], []), ([2, 3], [0]), ([3], [1, 0]), ([], [2, 1])],
     }
-    for unit, (forward, backward) in zip(units, expected[num_ahead], strict=True):
-        for found, target in ((unit.forward, forward), (unit.backward, backward)):
-            assert found is target or [names[u] for u in found] == target
+    for unit, targets in zip(units, expected[num_ahead], strict=True):
+        setters = (unit.set_modules_to_forward_prefetch, unit.set_modules_to_backward_prefetch)
+        for setter, target in zip(setters, targets, strict=True):
+            found = setter.call_args and [names[u] for u in setter.call_args.args[0]]
+            assert found == target
 
 
 # ---- once per batch ------------------------------------------------------------------------------

@@ -197,9 +197,7 @@ def test_an_exported_folder_holds_float32_safetensors_tokenizer_and_stop_tokens(
         (folder / "stale").write_text(content)
     two = copy.deepcopy(tiny.tokenizer())
     two.chat_template = {"default": "{{ messages }}", "rag": "{{ documents }}"}
-    export.save_pretrained(
-        policy, tiny.vocabulary(of=two), folder
-    )  # which has a folder of templates
+    export.save_pretrained(policy, tiny.vocabulary(of=two), folder)  # with a folder of templates
     (template,) = (folder / "additional_chat_templates").iterdir()
     assert template.stat().st_mode == (folder / "config.json").stat().st_mode
     assert template.parent.stat().st_mode == folder.stat().st_mode
@@ -237,8 +235,7 @@ def test_settings_of_sampling_that_cannot_be_written_are_dropped_at_the_start(
 ):
     path = save_policy(tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(odd))
-    lengths = {"max_prompt_length": 40, "max_completion_length": 20}
-    config = TrainConfig(output_dir="unused", model_name_or_path=path, **lengths)
+    config = short_config(model_name_or_path=path)
     model_config = models.read_model_config(path, "policy", tiny.tokenizer(), config)
     lm = models.load_policy(path, model_config, config, trains=True)
     assert "generation_config.json of" in capsys.readouterr().out
@@ -278,6 +275,10 @@ def test_weights_from_a_config_file_are_a_function_of_the_seed(tmp_path):
 
     assert torch.equal(weights(3), weights(3))
     assert not torch.equal(weights(3), weights(4))
+    every_id = models.read_model_config(
+        str(path), "policy", tokenizer_with_a_gap(70), short_config()
+    )
+    assert every_id.vocab_size == 71
 
 
 def test_dropout_is_off_everywhere(tmp_path):
@@ -462,9 +463,7 @@ def test_a_tokenizer_that_pads_with_eos_gets_a_pad_token_of_its_own(tmp_path):
 
 
 def test_the_own_pad_token_gets_an_embedding_and_changes_no_other(tmp_path):
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tiny.tokenizer().backend_tokenizer, eos_token="<|endoftext|>"
-    )
+    tokenizer = eos_padded_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
     assert tokenizer.pad_token_id == 300
@@ -543,25 +542,12 @@ def tokenizer_with_a_gap(largest: int) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("kind", ["policy", "trunk"])
 def test_ids_without_an_embedding_are_refused_however_few_tokens_there_are(kind, tmp_path):
-    path = save_policy(tmp_path / "policy")  # 300 embeddings
-    models.read_model_config(path, kind, tokenizer_with_a_gap(299), short_config())
+    path = save_policy(tmp_path / "policy")  # 300 embeddings, 96 positions
+    config = short_config(max_prompt_length=76)  # and 20 tokens: to the last position
+    models.read_model_config(path, kind, tokenizer_with_a_gap(299), config)
     with pytest.raises(UserError) as caught:
-        models.read_model_config(path, kind, tokenizer_with_a_gap(300), short_config())
+        models.read_model_config(path, kind, tokenizer_with_a_gap(300), config)
     tiny.check_sentence(caught.value, "ids up to 300", "embeddings for 300")
-
-
-def test_a_shape_gets_an_embedding_for_every_id(tmp_path):
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}))
-    tokenizer = tokenizer_with_a_gap(70)
-    model_config = models.read_model_config(str(path), "policy", tokenizer, short_config())
-    assert model_config.vocab_size == 71
-
-
-def test_positions_may_be_used_to_the_last_one(tmp_path):
-    path = save_policy(tmp_path / "policy")  # 96 positions
-    config = short_config(max_prompt_length=76, max_completion_length=20)
-    models.read_model_config(path, "policy", tiny.tokenizer(), config)
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------
@@ -588,7 +574,8 @@ def test_stop_tokens(tmp_path):
 
 def test_a_model_stops_at_every_id_of_its_own_before_and_after_export(tmp_path):
     """As Gemma, Llama 3.1 and GLM-4 list them, the one that is appended to completions first."""
-    path, newline = save_policy(tmp_path / "base", eos_token_id=[7, 0]), stops_of_newline()
+    path = save_policy(tmp_path / "base", eos_token_id=[7, 0])
+    (newline,) = tiny.tokenizer()("\n")["input_ids"]
     (tmp_path / "base" / "generation_config.json").unlink()
     assert stops_of(path) == [0, 7]  # of config.json
     GenerationConfig(eos_token_id=[9, 8, 300]).save_pretrained(path)  # the last has no embedding
@@ -615,7 +602,3 @@ def test_a_model_stops_at_every_id_of_its_own_before_and_after_export(tmp_path):
             plain.lm_head.weight[last] = 1.0  # the most likely token, always
         written = plain.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=4)
         assert written.tolist() == [[5, 6, last]]
-
-
-def stops_of_newline() -> int:
-    return int(tiny.tokenizer()("\n")["input_ids"][0])

@@ -284,15 +284,12 @@ def peak_bytes(rows: int, vocab: int, chunk_numbers: int, with_kl: bool) -> tupl
             if passes == "both":
                 loss.backward()
         events = profiler.profiler.kineto_results.events()
-        sizes = [e.nbytes() for e in sorted(events, key=start_of) if e.name() == "[memory]"]
+        in_order = sorted(events, key=lambda event: event.start_ns())
+        sizes = [event.nbytes() for event in in_order if event.name() == "[memory]"]
         totals = list(itertools.accumulate(sizes))
         peaks.append(totals[-1] if passes == "forward" else max(totals))
         del loss
     return peaks[1], peaks[0]
-
-
-def start_of(event: Any) -> int:
-    return event.start_ns()
 
 
 @pytest.mark.parametrize("with_kl", [False, True])

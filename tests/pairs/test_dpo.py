@@ -210,16 +210,18 @@ def scored(runs: Runs) -> list[Pair]:
     ]
     result = []
     for row in runs.pairs:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        parts = []
-        for policy in policies:
-            for text in (row["chosen"], row["rejected"]):
-                ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-                with torch.no_grad():
-                    logps = policy(padded_batch([prompt], [[ids]], 0)).token_logps[0]
-                parts.append(logps.double().tolist())
-        result.append(Pair(*parts))
+        batches = two_batches(row, tokenizer)
+        with torch.no_grad():
+            logps = [policy(batch).token_logps[0] for policy in policies for batch in batches]
+        result.append(Pair(*(values.double().tolist() for values in logps)))
     return result
+
+
+def two_batches(row: dict[str, Any], tokenizer: Any) -> list[Any]:
+    """The chosen and the rejected completion, each alone."""
+    prompt = tokenizer(row["prompt"])["input_ids"]
+    texts = (tokenizer(row[name])["input_ids"] for name in ("chosen", "rejected"))
+    return [padded_batch([prompt], [[[*ids, tokenizer.eos_token_id]]], 0) for ids in texts]
 
 
 def softplus(value: float) -> float:
@@ -420,35 +422,24 @@ def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypa
 # ---- reward model --------------------------------------------------------------------------------
 
 
-def first_reward_losses(runs: Runs) -> list[float]:
+@pytest.mark.usefixtures("process_group", "without_pictures")
+def test_the_first_reward_losses_by_hand(runs):
     """Every pair's loss before training: the margin column, and centring at 0.1."""
     folder = str(runs.folder / "start")
     config = tiny.train_config(max_prompt_length=64, max_completion_length=16)
     tokenizer = load.load_tokenizer(folder, config)
     load.add_own_pad_token(tokenizer)
     model_config = load.read_model_config(folder, "trunk", tokenizer, config)
-    lm = load.load_reward_model(folder, model_config, tokenizer, config)
-    model = RewardModel(lm.eval())
-    result = []
-    for row in runs.pairs:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        rewards = []
-        for text in (row["chosen"], row["rejected"]):
-            ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-            with torch.no_grad():
-                rewards.append(float(model(padded_batch([prompt], [[ids]], 0))))
+    model = RewardModel(load.load_reward_model(folder, model_config, tokenizer, config).eval())
+    each = []
+    for row in (runs.pairs[number] for number in first_rows(NUM_ROWS)):
+        with torch.no_grad():
+            rewards = [float(model(batch)) for batch in two_batches(row, tokenizer)]
         difference = rewards[0] - rewards[1] - row["margin"]
-        result.append(softplus(-difference) + 0.1 * sum(rewards) ** 2)
-    return result
-
-
-@pytest.mark.usefixtures("process_group", "without_pictures")
-def test_the_first_reward_losses_by_hand(runs):
-    each = first_reward_losses(runs)
-    expected = mean([each[row] for row in first_rows(NUM_ROWS)])
+        each.append(softplus(-difference) + 0.1 * sum(rewards) ** 2)
     for num_ranks in (1, 2):
         found = runs.series(num_ranks, "reward", "loss")[0]
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert found == pytest.approx(mean(each), rel=1e-5)
 
 
 def test_the_balance_of_lengths_is_recorded(runs):
@@ -490,6 +481,7 @@ def test_which_runs_need_a_reference():
 
 
 ROLLOUT_FLAGS = {"pairs_from": "rollouts", "reward_funcs": ["gold"]}
+EVEN = "it must be even, at least 2 and at most --num_candidates, 8"
 REFUSED = [
     ({"loss_type": []}, "--loss_type is required"),
     ({"loss_type": ["dpo"]}, "--loss_type is 'dpo'; it must be one of"),
@@ -502,14 +494,8 @@ REFUSED = [
     ({"ld_alpha": 0.5, "loss_type": ["simpo"]}, "--ld_alpha is 0.5; it must be 1"),
     ({"sft_weight": -1.0}, "--sft_weight is -1.0"),
     ({"pairs_from": "rollouts"}, "--reward_funcs is required"),
-    (
-        {**ROLLOUT_FLAGS, "num_generations": 3},
-        "--num_generations is 3; it must be even, at least 2 and at most --num_candidates, 8",
-    ),
-    (
-        {**ROLLOUT_FLAGS, "num_generations": 10},
-        "--num_generations is 10; it must be even, at least 2 and at most --num_candidates, 8",
-    ),
+    ({**ROLLOUT_FLAGS, "num_generations": 3}, f"--num_generations is 3; {EVEN}"),
+    ({**ROLLOUT_FLAGS, "num_generations": 10}, f"--num_generations is 10; {EVEN}"),
     ({**ROLLOUT_FLAGS, "temperature": 0.0}, "--temperature is 0.0"),
     ({**ROLLOUT_FLAGS, "pair_method": "worst"}, "--pair_method is 'worst'"),
 ]

@@ -31,7 +31,7 @@ def choose(rewards: torch.Tensor, method: str, num_accepted: int = 4, seeds: Any
     return from_rollouts.choose_pairs(rewards, method=method, **rest)
 
 
-def test_best_worst_and_every_pair_by_hand():
+def test_best_worst_by_hand():
     rewards = torch.tensor([[0.1, 0.9, -0.3], [2.0, 2.0, 2.0]])
     assert choose(rewards, "best_worst")[0].tolist() == [[1, 2]]
     assert choose(rewards, "best_worst").shape == (2, 1, 2)

@@ -226,19 +226,15 @@ def test_a_server_of_another_kind_is_refused(stand_in, path, change, reason):
         sampler(stand_in, tiny.causal_lm("gpt2")).sample(EXAMPLES)
 
 
-def test_a_server_that_is_not_there_is_named(stand_in):
-    stand_in.close()
-    url = stand_in.url
-    with pytest.raises(EngineError, match=f"{url} does not answer /version: .*refused"):
-        sampler(stand_in, tiny.causal_lm("gpt2"))
-
-
-def test_a_server_without_the_calls_is_told_from_its_status(stand_in, monkeypatch):
+def test_a_server_without_the_calls_and_one_that_is_gone_are_named(stand_in, monkeypatch):
     def not_found(self: Any) -> None:
         self.send_error(404)
 
     monkeypatch.setattr(stand_in.server.RequestHandlerClass, "do_GET", not_found)
     with pytest.raises(EngineError, match="answers /version with status 404"):
+        sampler(stand_in, tiny.causal_lm("gpt2"))
+    stand_in.close()
+    with pytest.raises(EngineError, match=f"{stand_in.url} does not answer /version: .*refused"):
         sampler(stand_in, tiny.causal_lm("gpt2"))
 
 
@@ -301,9 +297,13 @@ def ended(jobs: list[ranks.Job]) -> str:
     return ""
 
 
-def grpo(folder: Path, served: StandIn, num_ranks: int, model: str, **flags: Any) -> list[str]:
+def job(folder: Path, served: StandIn, model: str, stage: str, flags: dict[str, Any]) -> ranks.Job:
     paths = {"output_dir": str(folder), "model_name_or_path": model, "rollout_server": served.url}
-    jobs = [{"stage": "grpo", "flags": GRPO | paths | flags}]
+    return {"stage": stage, "flags": flags | paths}
+
+
+def grpo(folder: Path, served: StandIn, num_ranks: int, model: str) -> list[str]:
+    jobs = [job(folder, served, model, "grpo", GRPO)]
     return ranks.launch(ended, num_ranks, folder.parent, jobs=jobs)
 
 
@@ -330,8 +330,7 @@ def test_a_server_that_dies_costs_no_step(served, model, tmp_path, num_ranks):
 
 def test_a_table_that_cannot_be_sampled_is_left_out(served, model, tmp_path, capsys):
     served.breaks_at = 5  # after the four prompts of the only step
-    flags = {"max_steps": 1, "output_dir": str(tmp_path / "run"), "model_name_or_path": model}
-    assert ended([{"stage": "grpo", "flags": GRPO | flags | {"rollout_server": served.url}}]) == ""
+    assert ended([job(tmp_path / "run", served, model, "grpo", GRPO | {"max_steps": 1})]) == ""
     said = capsys.readouterr().out
     for what in ("there is no table of samples", "held-out prompts are not evaluated"):
         assert f"warning: {what}: the vLLM server" in said
@@ -339,11 +338,9 @@ def test_a_table_that_cannot_be_sampled_is_left_out(served, model, tmp_path, cap
 
 
 def test_pairs_come_from_the_server(served, model, tmp_path):
-    flags = {"max_steps": 1, "output_dir": str(tmp_path / "run"), "model_name_or_path": model}
-    flags |= {"pairs_from": "rollouts", "num_candidates": 4, "batch_size": 4}
+    flags = {"pairs_from": "rollouts", "num_candidates": 4, "batch_size": 4, "max_steps": 1}
     flags |= {"penalize_missing_eos": "false", "require_stop_token": "false"}
-    flags |= {"rollout_server": served.url}
-    assert ended([{"stage": "dpo", "flags": TASK | flags}]) == ""
+    assert ended([job(tmp_path / "run", served, model, "dpo", TASK | flags)]) == ""
     assert served.calls.count("/inference/v1/generate") == 12
     assert served.calls.count("/start_weight_update") == 1  # the starting policy's
     assert read_jsonl(tmp_path / "run" / "pairs.jsonl")

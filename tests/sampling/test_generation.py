@@ -40,11 +40,9 @@ EXAMPLES = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 9, 2, 6)])
 LAYOUTS = ("shared_prefix", "padded")
 
 
-def new_sampler(
-    lm: Any, *, stop_ids: tuple[int, ...] = (STOP,), generation_batch_size: int = 64, **fields: Any
-) -> Sampler:
-    settings = {"max_completion_length": 12} | fields
-    config = tiny.train_config(generation_batch_size=generation_batch_size, **settings)
+def new_sampler(lm: Any, *, stop_ids: tuple[int, ...] = (STOP,), **fields: Any) -> Sampler:
+    limits = {"max_completion_length": 12, "generation_batch_size": 64}
+    config = tiny.train_config(**(limits | fields))
     return Sampler(Policy(lm), tiny.vocabulary(stop_ids), config)
 
 
@@ -295,7 +293,7 @@ def test_draw_inverts_the_cumulative_distribution(weights, uniform):
     assert below - 1e-6 <= uniform <= below + weights[token] / total + 1e-6
 
 
-def test_draw_never_gives_a_token_of_probability_zero():
+def test_draw_never_gives_a_token_of_probability_zero_and_reaches_the_ends():
     logps = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.5, 0.0]).log()
     edges = [5e-324, 1e-300, 2.0**-53, 0.5, 0.5 + 2.0**-53, 1 - 2.0**-53]
     uniforms = torch.tensor(edges, dtype=torch.float64)
@@ -306,10 +304,7 @@ def test_draw_never_gives_a_token_of_probability_zero():
     certain = torch.full((1, 50), -torch.inf)
     certain[0, 49] = 0.0
     assert inverse_cdf(certain, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).item() == 49
-
-
-def test_draw_reaches_the_ends_though_the_probabilities_do_not_sum_to_1():
-    """float32 log-probabilities of many tokens sum to 1 up to rounding; both ends are drawn."""
+    # float32 log-probabilities of many tokens sum to 1 up to rounding; both ends are drawn.
     num_tokens = 50_000
     logps = torch.full((2, num_tokens), math.log(1 / num_tokens) - 1e-4)  # they sum to 0.9999
     uniforms = torch.tensor([1e-12, 1 - 1e-12], dtype=torch.float64)
@@ -548,24 +543,23 @@ def one_token(
 
 
 @pytest.mark.usefixtures("products_in_float32")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "bounds"),
+    [
+        (torch.float32, 1.0, (0, 1e-5)),
+        (torch.bfloat16, 1.0, (0, 2e-2)),
+        # Scores about 100 would be 0.25 off as bfloat16, and the attention 0.25 of itself.
+        (torch.bfloat16, 60.0, (1e-2, 1e-2)),
+    ],
+)
 @pytest.mark.parametrize("kept", [[*range(6)], [0, 1, 5]])
-def test_a_token_copies_no_prompt_on_a_gpu(dtype, kept):
+def test_a_token_copies_no_prompt_on_a_gpu_and_scores_are_float32(dtype, scale, bounds, kept):
     """Its products read the prompts' keys and values where they lie, and they are few."""
     prompts = [list(range(2, 42)), list(range(3, 20))]
-    found, expected, ran, num_numbers = one_token(dtype, prompts, 1.0, kept)
-    bound = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+    found, expected, ran, num_numbers = one_token(dtype, prompts, scale, kept)
+    torch.testing.assert_close(found, expected, rtol=bounds[0], atol=bounds[1])
     assert max(ran.copied, default=0) < num_numbers
     assert ran.count <= 21
-
-
-@pytest.mark.usefixtures("products_in_float32")
-def test_scores_are_float32_under_bfloat16_too():
-    """Scores about 100 would be 0.25 off as bfloat16, and the attention 0.25 of itself."""
-    prompts = [list(range(2, 42)), list(range(3, 20))]
-    found, expected, _, _ = one_token(torch.bfloat16, prompts, 60.0, [*range(6)])
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 class Operators(TorchDispatchMode):
@@ -656,14 +650,10 @@ def test_what_is_decoded_at_once_fills_the_limits(longest, num_samples, at_once,
     assert count == num_samples or not fits(1, count + 1)
 
 
-def test_texts_leave_out_the_stop_token_only(gpt2):
-    tokenizer = tiny.tokenizer()
-    words = tokenizer(" lost the key", add_special_tokens=False)["input_ids"]
+def test_the_table_shows_texts_without_the_stop_token_and_why_a_row_stopped(gpt2):
+    words = tiny.tokenizer()(" lost the key", add_special_tokens=False)["input_ids"]
     rollouts = Rollouts.of([[*words, STOP], words], [], [True, False])
-    assert rollouts.texts(tokenizer) == [" lost the key"] * 2
-
-
-def test_the_table_shows_why_a_row_stopped(gpt2):
+    assert rollouts.texts(tiny.tokenizer()) == [" lost the key"] * 2
     sampler = new_sampler(gpt2)
     greedy = sampler.table(EXAMPLES[:2])
     assert [row["prompt"] for row in greedy] == ["prompt 0", "prompt 1"]

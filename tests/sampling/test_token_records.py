@@ -189,7 +189,7 @@ def test_what_colours_a_token_by_hand() -> None:
     assert row_tokens(pair, "chosen_") == (["a"], {LOG_RATIO: [1.0], LOGP: [-1]})
 
 
-def test_samples_are_grouped_by_prompt_and_step() -> None:
+def test_samples_are_grouped_by_prompt_and_step_with_completions_or_pairs() -> None:
     rows = [
         {"step": step, "prompt": prompt, "completion": f"{prompt}{step}{k}", "reward": k / 4}
         for step in (5, 10)
@@ -204,9 +204,6 @@ def test_samples_are_grouped_by_prompt_and_step() -> None:
         Completion("completion 2", "b101", "reward 0.25", []),
     ]
     assert "Colours" not in browser.caption
-
-
-def test_pairs_of_a_reward_model_show_chosen_and_rejected() -> None:
     scores = {"chosen score": 1.5, "rejected score": -0.25}
     row = {"step": 1, "prompt": "p", "chosen": "good", "rejected": "", **scores}
     (sample,) = training_browser([row]).samples
