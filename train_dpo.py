@@ -120,7 +120,7 @@ def main(config: DPOConfig) -> None:
         run.logger.samples(step, sampler.table(shown, **columns))
 
     # Loop
-    for step in run.steps():
+    for step in run.steps(evaluate, show_samples):
         batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
         for batch in run.micro_batches(batches):

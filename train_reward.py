@@ -90,7 +90,7 @@ def main(config: RewardConfig) -> None:
             run.logger.samples(step, pair_scores.pair_table(eval_set, scores, vocabulary, config))
 
     # Loop
-    for step in run.steps():
+    for step in run.steps(evaluate):
         batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
         for batch in run.micro_batches(batches):

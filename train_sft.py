@@ -66,7 +66,7 @@ def main(config: SFTConfig) -> None:
         run.logger.samples(step, sampler.table(shown))
 
     # Loop
-    for step in run.steps():
+    for step in run.steps(evaluate, show_samples):
         batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
         for batch in run.micro_batches(batches):

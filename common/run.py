@@ -70,12 +70,12 @@ class Run:
 
             self.profiler = start_profiler(config, self.total_steps - self.step, self.step)
 
-    def steps(self, evaluate: Hook | None = None, show: Hook | None = None) -> Iterator[int]:
+    def steps(self, evaluate: Hook, show: Hook | None = None) -> Iterator[int]:
         """The remaining steps, counted from 0; each ends with `end_step`.
 
         If the run was saved because a hook of `end_step` failed, that is called first.
         """
-        if evaluate and self.checkpointer.num_hooks is not None:
+        if self.checkpointer.num_hooks is not None:
             self.call_hooks(self.step, evaluate, show, self.checkpointer.num_hooks)
         for step in range(self.step, self.total_steps):
             self.step, self.has_updated = step, False

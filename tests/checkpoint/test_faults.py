@@ -144,6 +144,21 @@ def test_a_reward_function_that_fails_costs_no_step(
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
+def test_an_evaluation_that_could_not_be_recorded_is_made_again(
+    stage: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more: dict[str, Any] = {"dataset_test_split": "train", "num_eval_rows": 2, "eval_steps": 2}
+    more |= {"max_prompt_length": 80, "num_train_rows": 4}  # without the row that is not finite
+    monkeypatch.setattr(RunLogger, "log", mock.Mock(side_effect=UserError("the disk is full.")))
+    with pytest.raises(UserError, match="full; the same command"):
+        train(stage, inputs, tmp_path, **more)
+    monkeypatch.undo()
+    train(stage, inputs, tmp_path, **more)
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+
+
 # ---- behind the last step ------------------------------------------------------------------------
 
 AT_THE_END = """
