@@ -163,7 +163,7 @@ def _empty_blank_rows(rows: list[RawRow], columns: Sequence[str], label: str) ->
         first = min(blank)
         distributed.print_rank0(
             f"{label}: {len(blank)} of {len(rows)} rows have a blank or null cell, no answer, or "
-            "texts that are equal or share nothing, and are dropped, the first is row "
+            "texts that are equal or share no prompt, and are dropped, the first is row "
             f"{first + 1}, column {blank[first]!r}"
         )
     empty = {i: {**rows[i], **dict.fromkeys(columns, "-"), name: ""} for i, name in blank.items()}

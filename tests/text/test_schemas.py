@@ -271,7 +271,7 @@ def test_a_blank_or_null_cell_drops_its_row(tmp_path, tokenizer, capsys, kind, g
     examples = read(tmp_path, tokenizer, kind, rows, max_dropped_fraction=0.4)
     assert [example.row for example in examples] == [0, 1, 3, 5]
     output = capsys.readouterr().out
-    blank = "a blank or null cell, no answer, or texts that are equal or share nothing,"
+    blank = "a blank or null cell, no answer, or texts that are equal or share no prompt,"
     assert f"2 of 6 rows have {blank} and are dropped" in output
     first = f"the first is row 3, column {column!r}"
     assert first in output
