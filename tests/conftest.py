@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import tiny
 from hypothesis import settings
+from ranks import TINY_GPT2
 
 from common.evaluation import intervals
 from common.report import plots
@@ -16,15 +17,6 @@ from common.text import synthetic
 # The same cases in every run: a failure that is found is found by everybody.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
-
-TINY_GPT2 = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    "n_layer": 2,
-    "n_embd": 32,
-    "n_head": 2,
-    "n_positions": 192,
-}
 
 
 @pytest.fixture(scope="module")

@@ -29,17 +29,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks import ROOT, Script, launch, of_stage, run_stages, untimed_lines
+from tests.ranks import ROOT, TINY_GPT2, Script, launch, of_stage, run_stages, untimed_lines
 
 STEPS = 12
-SHAPE = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    "n_layer": 2,
-    "n_embd": 64,
-    "n_head": 2,
-    "n_positions": 192,
-}
 COMMON = {
     "num_train_rows": 60,
     "num_eval_rows": 6,
@@ -143,17 +135,6 @@ def start(case: Case, folder: Path, output_dir: Path, tally: Tally) -> Script:
     )
 
 
-def finish(script: Script) -> None:
-    """Wait for a run that is left alone.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    if script.wait(timeout=600) != 0:
-        text = script.log.read_text()[-3000:]
-        raise RuntimeError(f"a run failed; the end of {script.log}:\n{text}")
-
-
 def run_undisturbed(case: Case, folder: Path, output_dir: Path) -> None:
     """Run a case in one go, on forks of a process that has imported the scripts."""
     jobs = [{"stage": case.stage, "flags": flags_of(case, folder, output_dir)}]
@@ -165,7 +146,7 @@ def prepare(folder: Path) -> None:
     from common.text import synthetic
 
     synthetic.train_tokenizer(512).save_pretrained(folder / "tokenizer")
-    (folder / "gpt2.json").write_text(json.dumps(SHAPE))
+    (folder / "gpt2.json").write_text(json.dumps(TINY_GPT2 | {"n_embd": 64}))
     run_undisturbed(Case("sft"), folder, folder / "sft")
 
 
@@ -264,7 +245,9 @@ def drill(case: Case, kinds: Sequence[str], folder: Path, draw: random.Random) -
                 left.pop()
                 tally.restarts += 1
                 script = start(case, folder, output_dir, tally)
-            finish(script)
+            if script.wait(timeout=600) != 0:
+                text = script.log.read_text()[-3000:]
+                raise RuntimeError(f"a run failed; the end of {script.log}:\n{text}")
             odd = differences(whole, output_dir)
             tally.identical += not odd
             tally.lost_steps += num_lost(whole, output_dir)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import tiny
 import torch
 import torch.distributed as dist
@@ -22,13 +23,7 @@ from common.record import output_lock
 from common.shutdown import failures, signals
 from common.text import synthetic
 
-STAGES = {
-    "train_sft": "SFTConfig",
-    "train_reward": "RewardConfig",
-    "train_dpo": "DPOConfig",
-    "train_grpo": "GRPOConfig",
-    "evaluate": "EvaluateConfig",
-}
+STAGES = dict(ranks.STAGES.values()) | {"evaluate": "EvaluateConfig"}
 BASE = {
     "output_dir": "run",
     "model_name_or_path": "policy",
@@ -120,10 +115,7 @@ def arguments(stage: str, flags: dict[str, Any]) -> list[str]:
     if stage == "evaluate":
         values = {**values, "policies": "policy", "dataset_test_split": "train"}
         values = {k: v for k, v in values.items() if k not in ("batch_size", "max_steps")}
-    argv = []
-    for name, value in (values | flags).items():
-        argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return argv
+    return [word for item in (values | flags).items() for word in ranks.flag(*item)]
 
 
 class Refusals:
@@ -131,11 +123,7 @@ class Refusals:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys
-        monkeypatch.setattr(launch, "close_and_exit", self.leave)
-
-    @staticmethod
-    def leave(status: int) -> None:
-        raise SystemExit(status)
+        monkeypatch.setattr(launch, "close_and_exit", sys.exit)
 
     def status(self, stage: str, argv: list[str]) -> int:
         """Exit status of a run that may come to its end: then 0."""

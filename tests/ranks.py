@@ -69,6 +69,14 @@ SHORT_RUN: dict[str, Any] = {  # on the embedded task
     "learning_rate": 1e-3,
     "logging_steps": 1,
 }
+TINY_GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 2,
+    "n_positions": 192,
+}
 NUM_SERVERS = 2
 SERVERS: list["subprocess.Popen[bytes]"] = []
 for _name in ("ranks", "tests.ranks"):  # one module and one set of servers by either name
@@ -105,7 +113,8 @@ def launch(
     except AssertionError as error:
         tracebacks = [path.read_text() for path in call_file.parent.glob("*.error")]
         raise AssertionError("\n".join([*tracebacks, str(error)])) from None
-    return [json.loads(result_file(call_file, rank).read_text()) for rank in range(num_ranks)]
+    results = (call_file.with_name(f"rank_{rank}.json") for rank in range(num_ranks))
+    return [json.loads(file.read_text()) for file in results]
 
 
 def fork_ranks(call_file: Path, num_ranks: int, timeout: float) -> None:
@@ -153,11 +162,14 @@ def ask(number: int, requests: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def need_servers(number: int) -> None:
-    """Start those that are missing, at the same time."""
+    """Start those that are missing, at the same time: they serve until this process ends."""
     if not SERVERS:
         atexit.register(end_servers)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    command, env = [sys.executable, __file__], environment()
     while len(SERVERS) < number:
-        SERVERS.append(start_server())
+        started = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
+        SERVERS.append(started)
 
 
 def ending(status: str) -> str:
@@ -166,13 +178,6 @@ def ending(status: str) -> str:
         return "its server, which printed no status"
     code = os.waitstatus_to_exitcode(int(status))
     return signal.Signals(-code).name if code < 0 else f"exit status {code}"
-
-
-def start_server() -> "subprocess.Popen[bytes]":
-    """A process that serves forks of itself until its input ends, as it does with this process."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-    command = [sys.executable, __file__]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes)
 
 
 def end_servers() -> None:
@@ -279,16 +284,11 @@ def untimed_lines(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
 
 
-def result_file(call_file: Path, rank: int) -> Path:
-    """Where a rank leaves what the function returned."""
-    return call_file.with_name(f"rank_{rank}.json")
-
-
 def answer(call_file: Path) -> None:
     """The child's side of `launch`."""
     call = json.loads(call_file.read_text())
     distributed.start()
-    file = result_file(call_file, distributed.rank())
+    file = call_file.with_name(f"rank_{distributed.rank()}.json")
     try:
         function = getattr(importlib.import_module(call["module"]), call["name"])
         file.write_text(json.dumps(function(**call["arguments"])))

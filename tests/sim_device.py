@@ -97,7 +97,8 @@ class Operators(TorchDispatchMode):
 
         tree_map(look, (args, kwargs))
         goal = torch.device(kwargs["device"]).type if kwargs.get("device") else None
-        if not there and (goal != "sim" or has_shards(args)):
+        has_shards = any(isinstance(value, DTensor) for value in tree_leaves(args))
+        if not there and (goal != "sim" or has_shards):
             return function(*args, **kwargs)  # of shards it comes back with what they hold
         if goal:
             kwargs["device"] = "cpu"
@@ -138,16 +139,9 @@ class Functions(TorchFunctionMode):
 
 
 def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
 ) -> Any:
     """`scaled_dot_product_attention` there."""
-    options |= {"dropout_p": dropout_p, "is_causal": is_causal}
     return FusedAttention.apply(query, key, value, attn_mask, options)
 
 
@@ -176,11 +170,6 @@ class FusedAttention(torch.autograd.Function):
         inside[-1].kernels[f"{ctx.kernel}, backward"] += 1
         grads = torch.autograd.grad(ctx.output, ctx.inputs, data_of(grad))
         return *map(SimTensor, grads), None, None
-
-
-def has_shards(args: Any) -> bool:
-    """Whether one of the arguments is sharded."""
-    return any(isinstance(value, DTensor) for value in tree_leaves(args))
 
 
 def data_of(value: Any) -> Any:

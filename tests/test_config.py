@@ -18,26 +18,19 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mistakes import STAGES
 
 from common.config.parser import parse
 from common.config.stages import TrainConfig
 from common.errors import UserError
+from common.evaluation.config import EvaluateConfig, split_of
+from common.grpo.config import GRPOConfig
 from common.record import run_folder
 from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
 from common.run import is_due
 
-STAGES = {
-    "train_sft": ("SFTConfig", []),
-    "train_reward": ("RewardConfig", []),
-    "train_dpo": ("DPOConfig", []),
-    "train_grpo": ("GRPOConfig", ["--reward_funcs", "gold"]),
-    "evaluate": ("EvaluateConfig", ["--policies", "b"]),
-}
+MORE = {"train_grpo": ["--reward_funcs", "gold"], "evaluate": ["--policies", "b"]}
 NEEDED = ["--output_dir", "a", "--model_name_or_path", "b"]
-
-
-def grpo() -> Any:
-    return importlib.import_module("train_grpo").GRPOConfig
 
 
 def parse_text(recipe: str, folder: Path, *argv: str) -> Any:
@@ -45,7 +38,7 @@ def parse_text(recipe: str, folder: Path, *argv: str) -> Any:
     path = folder / "recipe.yaml"
     needed = "" if "reward_funcs" in recipe else "reward_funcs: [gold]\n"
     path.write_text(f"output_dir: a\nmodel_name_or_path: b\n{needed}{recipe}\n")
-    return parse(grpo(), ["--config", str(path), *argv])
+    return parse(GRPOConfig, ["--config", str(path), *argv])
 
 
 def test_the_command_line_wins_wherever_it_stands(tmp_path):
@@ -99,7 +92,7 @@ def test_a_value_has_the_type_of_its_field(recipe, argv, field, expected, tmp_pa
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_field_has_a_default_and_a_help_text(stage, capsys):
-    cls = getattr(importlib.import_module(stage), STAGES[stage][0])
+    cls = getattr(importlib.import_module(stage), STAGES[stage])
     for field in dataclasses.fields(cls):
         assert field.metadata["help"], field.name
         has_factory = field.default_factory is not dataclasses.MISSING
@@ -130,9 +123,9 @@ def test_the_help_of_a_stage_stands_under_headings_and_has_no_flag_without_effec
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_saved_config_is_a_recipe_for_the_same_config(stage, tmp_path):
-    name, argv = STAGES[stage]
-    cls = getattr(importlib.import_module(stage), name)
-    config = parse(cls, [*NEEDED, *argv, "--seed", "3", "--max_dropped_fraction", "1e-7"])
+    cls = getattr(importlib.import_module(stage), STAGES[stage])
+    argv = [*NEEDED, *MORE.get(stage, []), "--seed", "3", "--max_dropped_fraction", "1e-7"]
+    config = parse(cls, argv)
     save_run_files(tmp_path, config, world_size=1)
     saved = tmp_path / "config.yaml"
     assert set(yaml.safe_load(saved.read_text())) == {f.name for f in dataclasses.fields(cls)}
@@ -151,9 +144,9 @@ def test_the_saved_config_is_a_recipe_for_the_same_config(stage, tmp_path):
     reward_funcs=st.lists(st.text("abc /.:", min_size=1), min_size=1, max_size=3),
 )
 def test_any_value_survives_saving(tmp_path, **values):
-    config = grpo()(output_dir="a", model_name_or_path="b", **values)
+    config = GRPOConfig(output_dir="a", model_name_or_path="b", **values)
     save_run_files(tmp_path, config, world_size=1)
-    again = parse(grpo(), ["--config", str(tmp_path / "config.yaml")])
+    again = parse(GRPOConfig, ["--config", str(tmp_path / "config.yaml")])
     assert again == config
     assert type(again.bf16) is bool
     assert type(again.learning_rate) is float
@@ -162,7 +155,7 @@ def test_any_value_survives_saving(tmp_path, **values):
 def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret-0123456789")
     monkeypatch.setenv("HF_TOKEN", "hf_secret_0123456789")
-    config = parse(grpo(), [*NEEDED, "--reward_funcs", "gold"])
+    config = parse(GRPOConfig, [*NEEDED, "--reward_funcs", "gold"])
     save_run_files(tmp_path / "run", config, world_size=3)
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert set(environment) == {
@@ -242,8 +235,7 @@ def test_is_due():
 
 def test_a_slash_at_the_end_of_a_path_makes_no_other_model():
     """Models are compared by path: the reference is recognised among the policies."""
-    module = importlib.import_module("evaluate")
-    config = module.EvaluateConfig(
+    config = EvaluateConfig(
         output_dir="run",
         policies=["sft/model/", "dpo/model"],
         ref_model_name_or_path="sft/model//",
@@ -255,15 +247,14 @@ def test_a_slash_at_the_end_of_a_path_makes_no_other_model():
 
 
 def test_a_single_file_is_evaluated_whatever_its_name(tmp_path):
-    config_module = importlib.import_module("common.evaluation.config")
     file = tmp_path / "questions.jsonl"
     for path in (file, tmp_path / "validation.jsonl", tmp_path / "test.jsonl"):
         path.write_text('{"prompt": "a", "completion": "b"}\n')
     argv = ["--output_dir", "run", "--policies", "a", "--dataset_name", str(file)]
-    config = parse(config_module.EvaluateConfig, argv)
-    assert config_module.split_of(str(file), config) == "questions"
-    assert config_module.split_of(str(tmp_path), config) == "validation"
-    config = parse(config_module.EvaluateConfig, [*argv, "--dataset_test_split", "test"])
-    assert config_module.split_of(str(tmp_path), config) == "test"
+    config = parse(EvaluateConfig, argv)
+    assert split_of(str(file), config) == "questions"
+    assert split_of(str(tmp_path), config) == "validation"
+    config = parse(EvaluateConfig, [*argv, "--dataset_test_split", "test"])
+    assert split_of(str(tmp_path), config) == "test"
     with pytest.raises(UserError, match="not 'test'"):
-        config_module.split_of(str(file), config)
+        split_of(str(file), config)

@@ -132,10 +132,6 @@ def test_cut_body_never_keeps_only_white_space():
     assert cut_body('He said "no." Then', 15) == 'He said "no."'
 
 
-def fits(text: str, tokenizer: Any, max_length: int) -> bool:
-    return len(ids_of(tokenizer, text)) <= max_length
-
-
 def brute_force(prompt: str, tokenizer: Any, max_length: int) -> str | None:
     """The longest cut at a line break that fits, else at a sentence end, else at a word."""
     header, body, cue = split_prompt(prompt)
@@ -144,7 +140,7 @@ def brute_force(prompt: str, tokenizer: Any, max_length: int) -> str | None:
     sentences = [i for i in words if re.search(r"[.!?][\"')\]]*\Z", body[:i])]
     for cuts in (breaks, sentences, words):
         texts = [header + body[:i].rstrip() + cue for i in cuts if body[:i].strip()]
-        fitting = [text for text in texts if fits(text, tokenizer, max_length)]
+        fitting = [text for text in texts if len(ids_of(tokenizer, text)) <= max_length]
         if fitting:
             return fitting[-1]
     return None
@@ -227,15 +223,13 @@ def test_cues_are_kept_by_a_cut(plain):
     assert examples[3].prompt.endswith("airport.")
     (example,), _ = tokenize(rows[:1], plain, prompt_cue="Subject:", max_prompt_length=70)
     assert example.prompt.endswith("airport.\nSubject:")
-
-
-def test_a_cue_without_room_drops_its_prompt(plain):
+    # Without room for its cue a prompt is dropped.
     rows = [{"prompt": "a b c " * 30 + ".\n\nOne.\nTwo.\nSubject:", "completion": " x"}] * 3
     with pytest.raises(UserError, match="3 prompt over max_prompt_length"):
         tokenize(rows, plain, max_prompt_length=8)
 
 
-def test_start_drops_tokens_from_the_start(tokenizer):
+def test_start_drops_tokens_from_the_start_and_leaves_the_source(tokenizer):
     row = {"prompt": "one two three four five\n\nTL;DR:", "completion": " x"}
     whole = ids_of(tokenizer, row["prompt"])
     (example,), report = tokenize([row], tokenizer, prompt_truncation="start", max_prompt_length=6)
@@ -243,6 +237,11 @@ def test_start_drops_tokens_from_the_start(tokenizer):
     assert example.prompt_ids == leading + whole[len(leading) - 6 :]
     assert row["prompt"].endswith(example.prompt)
     assert report.num_prompts_truncated == 1
+    post = "SUBREDDIT: r/pets\n\nTITLE: a\n\nPOST: one two three four five six\n\nTL;DR:"
+    row = {"prompt": post, "completion": " x"}
+    (example,), _ = tokenize([row], tokenizer, prompt_truncation="start", max_prompt_length=8)
+    assert "SUBREDDIT" not in example.prompt
+    assert example.source == "tldr"
 
 
 @pytest.mark.parametrize("leading", [[], [0]])
@@ -269,24 +268,14 @@ def test_a_prompt_has_the_bos_of_its_tokenizer_once(tokenizer):
     room = len(leading) + len(ids_of(tokenizer, post)) - 2
     for truncation in ("tldr", "start"):
         cut = {"prompt_truncation": truncation, "max_prompt_length": room}
-        rows = [
-            {"prompt": text, "completion": " x"}
-            for text in (post, tokenizer.decode(leading) + post)
-        ]
+        both = (post, tokenizer.decode(leading) + post)
+        rows = [{"prompt": text, "completion": " x"} for text in both]
         (first, second), report = tokenize(rows, tokenizer, **cut)
         assert (first.prompt, first.prompt_ids) == (second.prompt, second.prompt_ids)
         assert first.prompt_ids[: len(leading)] == leading
         assert len(first.prompt_ids) <= room
         assert first.prompt_ids.count(0) == len(leading)
         assert report.num_prompts_truncated == 2
-
-
-def test_the_source_is_told_before_the_header_is_cut_away(tokenizer):
-    post = "SUBREDDIT: r/pets\n\nTITLE: a\n\nPOST: one two three four five six\n\nTL;DR:"
-    row = {"prompt": post, "completion": " x"}
-    (example,), _ = tokenize([row], tokenizer, prompt_truncation="start", max_prompt_length=8)
-    assert "SUBREDDIT" not in example.prompt
-    assert example.source == "tldr"
 
 
 # --- tokenisation ---------------------------------------------------------------------------------
@@ -398,9 +387,8 @@ def test_the_report_is_two_lines(plain):
         warning = "  warning: 51 of 100 completions lose their stop token: only the others teach to"
         assert [line.startswith(warning) for line in lines[3:]] == [True] * (num_truncated > 50)
     _, report = tokenize(rows, plain, max_prompt_length=90, prompt_truncation="start")
-    assert str(report).split("\n")[2:] == [
-        "  --max_prompt_length 96 would keep 95 % whole, it is 90"
-    ]
+    (line,) = str(report).split("\n")[2:]
+    assert line == "  --max_prompt_length 96 would keep 95 % whole, it is 90"
 
 
 def test_boundary_merges_are_found(plain):
@@ -410,9 +398,7 @@ def test_boundary_merges_are_found(plain):
     rows = [{"prompt": " sis", "completion": "ter"}, {"prompt": "TL;DR:", "completion": " Cat"}]
     _, report = tokenize(rows, plain)
     assert (report.num_boundary_merges, report.num_boundaries_checked) == (1, 2)
-
-
-def test_the_boundary_sample_is_bounded_and_spread(plain):
+    # The sample is bounded and spread.
     starts = [" sis"] * 1250 + ["TL;DR:"] * 1250
     rows = [{"prompt": start, "completion": "ter"} for start in starts]
     _, report = tokenize(rows, plain)
@@ -420,11 +406,10 @@ def test_the_boundary_sample_is_bounded_and_spread(plain):
     assert report.num_boundary_merges == report.num_boundaries_checked / 2
 
 
-def test_the_embedded_task_loses_nothing():
-    tokenizer = synthetic.train_tokenizer()
+def test_the_embedded_task_loses_nothing(plain):
     for kind in ("sft", "preference", "prompts"):
         rows = load_rows(tiny.train_config(), "synthetic", "train", kind, 200)
-        examples, report = tokenize(rows, tokenizer, kind=kind, max_prompt_length=128)
+        examples, report = tokenize(rows, plain, kind=kind, max_prompt_length=128)
         assert len(examples) == 200
         assert report.num_prompts_truncated == report.num_boundary_merges == 0
         assert examples[7].columns["facts"] == rows[7]["facts"]
@@ -541,11 +526,8 @@ def test_micro_batches_hold_each_row_once_with_fillers_of_weight_zero(layout, mo
     monkeypatch.setattr(distributed, "all_reduce_max", lambda count: count + 1)  # another rank's
     batches = micro_batches(examples, [4, 0, None, 2, None], config, tiny.vocabulary(pad_id=7))
     assert len(batches) == 3
-    assert [batch.is_real.tolist() for batch in batches] == [
-        [True] * 4,  # the two longest rows
-        [True] * 2,
-        [False, False],
-    ]
+    # First the two longest rows; the last is a filler.
+    assert [batch.is_real.tolist() for batch in batches] == [[True] * 4, [True] * 2, [False] * 2]
     assert [batch.slots.tolist() for batch in batches[:2]] == [[8, 9, 4, 5], [0, 1]]
     first = batches[0]
     assert first.completion_mask.sum(dim=1).tolist() == [5, 2, 3, 2]

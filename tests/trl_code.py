@@ -147,9 +147,9 @@ def cpo_losses(chosen: Tensor, rejected: Tensor, **settings: Any) -> Tensor:
     return CPOTrainer.cpo_loss(trainer(None, **(usual | settings)), chosen, rejected)[0]
 
 
-def grpo_trainer(token_logps: Tensor, entropy: Tensor | None = None, **settings: Any) -> Any:
-    """A stand-in whose policy has the log-probs (B, C)."""
-    entropy = torch.zeros_like(token_logps) if entropy is None else entropy
+def grpo_trainer(token_logps: Tensor, **settings: Any) -> Any:
+    """A stand-in whose policy has the log-probs (B, C), and no entropy."""
+    entropy = torch.zeros_like(token_logps)
     arguments = {
         "delta": None,
         "use_bias_correction_kl": False,

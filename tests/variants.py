@@ -33,7 +33,7 @@ from common.losses import AGGREGATIONS
 from common.model.load import HEAD_INITS
 from common.record.jsonl import read_jsonl
 from common.text import synthetic
-from tests.ranks import SHORT_RUN, Job, launch, run_and_listen, run_stages
+from tests.ranks import SHORT_RUN, TINY_GPT2, Job, flag, launch, run_and_listen, run_stages
 
 Flags = dict[str, Any]
 JOBS_PER_LAUNCH = 12
@@ -45,6 +45,9 @@ REWARD_FILE = """
 def letters(prompts, completions, completion_ids, **columns):
     pairs = zip(prompts, completions)
     return [0.5 if len(p) % 3 == 0 else len(set(c)) / 10 for p, c in pairs]
+
+def same(prompts, completions, completion_ids, **columns):
+    return [1.0] * len(prompts)
 
 def steps(prompts, completions, completion_ids, trainer_state, **columns):
     assert 0 <= trainer_state.global_step < trainer_state.max_steps
@@ -224,9 +227,7 @@ def write_comparisons(path: Path) -> None:
 def start(folder: Path) -> dict[str, str]:
     """Make the files that all variants need; the paths behind the capital names in their flags."""
     model_config = folder / "tiny.json"
-    shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 192}
-    kind = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
-    model_config.write_text(json.dumps(kind | shape))
+    model_config.write_text(json.dumps(TINY_GPT2))
     tokenizer = folder / "tokenizer"
     synthetic.train_tokenizer().save_pretrained(tokenizer)  # reading it is quicker than this
     bases = {name: folder / name.lower() for name in ("BASE", "OTHER")}
@@ -341,13 +342,8 @@ def compare(one: Run, other: Run) -> Comparison:
 
 def label(stage: str, flags: Flags) -> str:
     """A variant as it would be typed."""
-    parts = [f"--{key} {flag_text(value)}" for key, value in flags.items()]
-    return f"`{' '.join([stage, *parts])}`"
-
-
-def flag_text(value: Any) -> str:
-    """A flag's value as it would be typed."""
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+    typed = {k: v if isinstance(v, list) else str(v).lower() for k, v in flags.items()}
+    return f"`{' '.join([stage, *(word for item in typed.items() for word in flag(*item))])}`"
 
 
 def row(name: str, num_ranks: int, one: Run, other: Run) -> str:

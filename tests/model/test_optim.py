@@ -13,6 +13,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import local, whole
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -192,8 +193,7 @@ def sharded_policy_with_gradient(scale: float) -> tuple[nn.Module, Tensor]:
 
 
 def flat(tensors: list[Any]) -> Tensor:
-    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-    return torch.cat([t.detach().double().flatten() for t in whole])
+    return torch.cat([whole(tensor).detach().double().flatten() for tensor in tensors])
 
 
 @pytest.mark.parametrize(("limit", "is_clipped"), [(1.0, True), (1e4, False), (0.0, False)])
@@ -221,8 +221,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value, limit):
     optimizer = optim.build_optimizer(policy, config)
     before = flat(list(policy.parameters()))
     parameter = policy.lm.transformer.h[1].mlp.c_fc.bias
-    local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-    local[3] = value  # one number in one parameter
+    local(parameter.grad)[3] = value  # one number in one parameter
     with pytest.raises(RuntimeError) as caught:
         optim.clip_and_step(policy, optimizer, config, 41, 100)
     for part in ("step 42", "learning rate 0.125", "nothing was changed", str(abs(value))):
