@@ -3,11 +3,19 @@
 Targets: plain scoring of single completions, models that were exported instead of checkpoints, rows
 chosen by hand, and curves that were made to turn. The whole chain runs at tiny size on local rows,
 with a reward model of its own as gold.
+
+Best of n is estimated without bias, curves are fitted, and a drop is no accident. Targets of best
+of n and the bound of its KL: the mean over all subsets of a pool, which has no bias, and the exact
+distribution of the best of n on a finite support. Of the fits of both forms of Gao et al. (2022):
+points made by the paper's formulas. Of a drop: curves without one.
 """
 
+import importlib
 import json
+import math
 import shutil
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,42 +25,34 @@ import pytest
 import tiny
 import torch
 
-import train_dpo
 import train_grpo
-import train_reward
-import train_sft
 from common import data, distributed
 from common.checkpoint import export
 from common.config.parser import parse
+from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.evaluation import split
 from common.forward import Policy, RewardModel
 from common.grpo.config import GRPOConfig
-from common.pairs.config import DPOConfig
-from common.record.jsonl import json_line, read_jsonl
+from common.record.jsonl import read_jsonl
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from experiments import stages
 from experiments.overoptimization import __main__ as overoptimization
 from experiments.overoptimization import page
 from experiments.overoptimization.config import OveroptimizationConfig
+from experiments.overoptimization.curves import best_of_n, best_of_n_kl, distance, drop, fit
 from experiments.overoptimization.measuring import Measured, Measurer
 from experiments.overoptimization.runs import Chain, choose, write_optimised
 from experiments.overoptimization.summary import SeedPoints, summarise
+from experiments.stages import ROOT
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "assets" / "recipes"
 LIMITS: dict[str, Any] = {
     "max_prompt_length": 90,
     "max_completion_length": 32,
-}
-SCRIPTS: dict[str, Any] = {
-    "train_sft.py": (train_sft.main, train_sft.SFTConfig),
-    "train_reward.py": (train_reward.main, train_reward.RewardConfig),
-    "train_dpo.py": (train_dpo.main, DPOConfig),
-    "train_grpo.py": (train_grpo.main, GRPOConfig),
 }
 
 
@@ -69,9 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for split in ("train", "validation"):
             rows = synthetic.make_rows("preference", split, 12)
             kept = ("prompt", "chosen", "rejected", "facts")
-            (path / "rows").mkdir(exist_ok=True)
-            lines = [json_line({name: row[name] for name in kept}) for row in rows]
-            (path / "rows" / f"{split}.jsonl").write_text("".join(lines))
+            rows = [{name: row[name] for name in kept} for row in rows]
+            tiny.write_rows(path / "rows" / f"{split}.jsonl", rows)
         yield path
 
 
@@ -248,12 +247,12 @@ def test_the_recipes_parse_with_nothing_ignored():
     given = ["--model_name_or_path", "sft", "--output_dir", "x"]
     for name, script in (("reward", "reward"), ("rejection", "sft"), ("dpo", "dpo")):
         recipe = ROOT / getattr(config, f"{name}_recipe")
-        parse(SCRIPTS[f"train_{script}.py"][1], ["--config", str(recipe), *given])
+        parse(stages.config_class(f"train_{script}"), ["--config", str(recipe), *given])
     grpo = ["--config", str(ROOT / config.grpo_recipe), *given, "--reward_funcs", "gold"]
     found = parse(GRPOConfig, grpo)
     assert found.max_steps % found.save_steps == 0
     assert found.lr_scheduler_type == "constant"
-    parse(train_sft.SFTConfig, ["--config", str(ROOT / config.sft_recipe)])
+    parse(SFTConfig, ["--config", str(ROOT / config.sft_recipe)])
 
 
 @pytest.mark.parametrize(
@@ -277,11 +276,10 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
     started: list[str] = []
 
     def in_this_process(words: list[str], log: Path) -> tuple[int, list[str]]:
-        script = Path(words[1]).name
-        main, config_class = SCRIPTS[script]
-        config = parse(config_class, words[2:])
+        script = Path(words[1]).stem
+        config = parse(stages.config_class(script), words[2:])
         started.append(config.output_dir)
-        main(config)
+        importlib.import_module(script).main(config)
         return 0, []
 
     monkeypatch.setattr(stages, "show", in_this_process)
@@ -347,3 +345,98 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
     again = json.loads((folder / "out" / "results.json").read_text())
     assert again["points"] != [point for point in results["points"] if point["seed"] == 4]
     assert distributed.world_size() == 1
+
+
+# ---- best of n -----------------------------------------------------------------------------------
+
+
+def best_of_subset(proxy: np.ndarray, values: np.ndarray, subset: tuple[int, ...]) -> float:
+    """The mean value of those that have the subset's largest proxy reward."""
+    chosen = np.array(subset)
+    return values[chosen][proxy[chosen] == proxy[chosen].max()].mean()
+
+
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_the_estimate_is_the_mean_over_all_subsets(has_ties):
+    generator = np.random.default_rng(0)
+    proxy = generator.normal(size=(3, 7))
+    if has_ties:
+        proxy = generator.integers(0, 3, size=(3, 7)).astype(float)
+    values = generator.normal(size=(3, 7))
+    sizes = [1, 2, 4, 7]
+    found = best_of_n(proxy, values, sizes)
+    for row, size in enumerate(sizes):
+        for prompt in range(3):
+            own = (proxy[prompt], values[prompt])
+            wanted = np.mean([best_of_subset(*own, s) for s in combinations(range(7), size)])
+            assert found[row, prompt] == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64])
+def test_the_kl_is_that_of_many_small_completions_and_a_bound_for_few(size):
+    for number in (2, 3, 10, 100_000):
+        uniform = np.full(number, 1 / number)
+        below = np.concatenate([[0.0], uniform.cumsum()])
+        best = np.diff(below**size)  # over completions in ascending order of the proxy
+        there = best > 0  # of two completions the worse is never the best of 64, in float64
+        exact = float((best[there] * np.log(best[there] / uniform[there])).sum())
+        assert exact <= best_of_n_kl(size) + 1e-9
+    assert exact == pytest.approx(best_of_n_kl(size), abs=2e-3)  # of the most completions
+    assert best_of_n_kl(1) == 0
+
+
+# ---- curves --------------------------------------------------------------------------------------
+
+D = np.array([0.0, 0.4, 0.8, 1.5, 2.5, 4.0])
+
+
+def literal(form: str, d: np.ndarray, alpha: float, beta: float) -> np.ndarray:
+    """The formulas of section 3.1, with R(0) = 0."""
+    inner = beta * d if form == "bon" else beta * np.log(np.where(d > 0, d, 1.0))
+    return d * (alpha - inner)
+
+
+@pytest.mark.parametrize(("form", "alpha", "beta"), [("bon", 0.7, 0.2), ("rl", 0.3, 0.4)])
+def test_the_parameters_of_exact_points_are_found(form, alpha, beta):
+    found = fit(form, D, literal(form, D, alpha, beta))
+    assert (found.alpha, found.beta) == pytest.approx((alpha, beta), abs=1e-5)
+    assert found.rmse == pytest.approx(0, abs=1e-5)
+    fine = np.linspace(0.01, 6, 100_000)
+    curve = literal(form, fine, alpha, beta)
+    assert found.at(fine) == pytest.approx(curve, abs=1e-4)
+
+
+@pytest.mark.parametrize("form", ["bon", "rl"])
+def test_no_other_parameters_have_a_smaller_residual(form):
+    gains = np.random.default_rng(0).normal(size=D.shape)
+    found = fit(form, D, gains)
+
+    def rmse(alpha: float, beta: float) -> float:
+        return math.sqrt(np.mean((literal(form, D, alpha, beta) - gains) ** 2))
+
+    assert rmse(found.alpha, found.beta) == pytest.approx(found.rmse, abs=1e-6)
+    for step in (-1e-2, 1e-2):
+        assert rmse(found.alpha + step, found.beta) > found.rmse
+        assert rmse(found.alpha, found.beta + step) > found.rmse
+
+
+def test_an_estimate_of_kl_below_zero_counts_as_zero():
+    assert (distance(-0.01), distance(4.0)) == (0.0, 2.0)
+
+
+def test_a_drop_is_from_the_largest_mean_of_every_other_prompt_to_the_last_on_those_between():
+    gains = np.array([[0.0, 9.0, 0.2, 9.0], [1.0, 0.5, 0.6, 0.1], [0.9, 0.3, 0.1, 0.2]])
+    peak, change = drop(gains)
+    assert peak == 1
+    assert change == pytest.approx([-0.2, 0.1])
+
+
+def test_flat_curves_seldom_look_as_if_they_turned():
+    """The largest of ten equal means, tested on its own prompts, did so in one case of eight."""
+    generator = np.random.default_rng(6)
+    turned = 0
+    for _ in range(400):
+        _, change = drop(generator.normal(size=(10, 128)))
+        error = change.std(ddof=1) / len(change) ** 0.5
+        turned += change.mean() + 1.96 * error < 0
+    assert 0.005 <= turned / 400 <= 0.05  # 2.5% within three standard errors

@@ -6,7 +6,7 @@ one small sweep is real.
 
 import json
 import runpy
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -330,11 +330,11 @@ def test_the_origin_normalises_first_and_so_looks_at_few_of_its_candidates(monke
     raw = torch.randn(400, 64, generator=torch.Generator().manual_seed(0)).double()
     paths = {"model_name_or_path": "m", "output_dir": "o", "reward_funcs": ["gold"]}
     config = GRPOConfig(**paths, missing_eos_penalty=-1.0)
-    seen = []
+    seen, scored = [], make_dataclass("Scored", ["total"])  # what rewards are returned in
 
     def given(scorer, examples, drawn, config, *_):
         seen.append(config.penalize_missing_eos)
-        return Scored(scorer)
+        return scored(scorer)
 
     monkeypatch.setattr(rollouts, "reward", given)
     runpy.run_path(str(RECIPES / "origin" / "normalised_first.py"))
@@ -355,13 +355,6 @@ def test_the_origin_normalises_first_and_so_looks_at_few_of_its_candidates(monke
     assert looked_at == pytest.approx(23, abs=1.5)
     kept = advantages.rejection_sample(found, **how, seed=seeds)
     assert found.gather(1, kept).mean() == pytest.approx(0.5, abs=0.05)
-
-
-@dataclass
-class Scored:
-    """What rewards are returned in."""
-
-    total: torch.Tensor
 
 
 def test_dropout_acts_where_a_gradient_is_wanted(monkeypatch):

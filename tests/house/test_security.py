@@ -7,7 +7,6 @@ could break this.
 """
 
 import ast
-import importlib
 import json
 import os
 import pickle
@@ -23,13 +22,13 @@ import mistakes
 import pytest
 import tiny
 import torch
-from mistakes import STAGES, Refusals, arguments, change
+from mistakes import Refusals, arguments, change
 from packaging.requirements import Requirement
 
 from common.config.parser import parse
 from common.model import load
+from experiments.stages import ROOT, config_class
 
-ROOT = Path(__file__).resolve().parents[2]
 CODE = sorted(
     path
     for pattern in ("*.py", "common/**/*.py", "assets/**/*.py", "experiments/**/*.py")
@@ -214,10 +213,9 @@ def test_a_recipe_runs_nothing(line, refusals):
 
 @pytest.mark.parametrize("stage", ["train_dpo", "train_grpo", "evaluate"])
 def test_the_help_says_that_a_reward_file_is_run(stage, capsys, monkeypatch):
-    config_class = getattr(importlib.import_module(stage), STAGES[stage])
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
-        parse(config_class, ["--help"])
+        parse(config_class(stage), ["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "file.py:function (your file is run as code)" in text
 
@@ -244,7 +242,6 @@ def finished(folder: Path) -> subprocess.CompletedProcess[bytes]:
         env={**own, **environment, **SECRETS, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         timeout=180,
-        check=False,
     )
     assert result.returncode == 0, result.stderr.decode()
     assert b"warning: wandb" not in result.stderr

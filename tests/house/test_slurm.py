@@ -98,12 +98,6 @@ def submit(folder: Path, plan: str, state: str = "RUNNING") -> subprocess.Popen:
     )
 
 
-def with_plain_processes(folder: Path) -> None:
-    """Put the stand-in for torchrun in front of it."""
-    (folder / "bin" / "torchrun").write_text(TORCHRUN)
-    (folder / "bin" / "torchrun").chmod(0o755)
-
-
 def requeued(folder: Path) -> list[str]:
     """The jobs that were queued again."""
     file = folder / "bin" / "requeued"
@@ -161,7 +155,8 @@ def test_usr1_stops_the_training_processes_and_queues_the_job_again(folder: Path
     ],
 )
 def test_what_is_queued_again(folder: Path, plan: str, state: str, status: int, text: str) -> None:
-    with_plain_processes(folder)
+    (folder / "bin" / "torchrun").write_text(TORCHRUN)
+    (folder / "bin" / "torchrun").chmod(0o755)
     for old in ("model", "checkpoints/step_00000000"):  # of a job before
         (folder / "run" / old).mkdir(parents=True)
         os.utime(folder / "run" / old, (0, 0))

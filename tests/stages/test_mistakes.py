@@ -10,7 +10,6 @@ things themselves are in `mistakes.py`.
 import gzip
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -25,19 +24,19 @@ import pytest
 import tiny
 import torch
 from mistakes import STAGES, Refusals, arguments
-from ranks import Script
+from ranks import ROOT, Script, environment
 from safetensors.torch import load_file, save_file
 
 from common import self_checks
 from common.config.parser import parse
 from common.errors import UserError
+from common.grpo.config import GRPOConfig
 from common.model import load
 from common.record.jsonl import read_jsonl
 from common.sampling.sampler import Sampler
+from experiments.stages import config_class
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -237,12 +236,11 @@ def test_a_recipe_with_a_byte_order_mark_is_read(folder, monkeypatch):
 @pytest.mark.parametrize("text", ["-1e-3", "-.001", "-0.001", "-1E-3", "-1e-03"])
 def test_a_negative_number_is_a_value_however_it_is_written(text, folder):
     """By itself argparse takes a dash before an exponent for a flag."""
-    config_class = importlib.import_module("train_grpo").GRPOConfig
     argv = [*arguments("train_grpo", {}), "--missing_eos_penalty", text, "--reward_weights", text]
-    config = parse(config_class, argv)
+    config = parse(GRPOConfig, argv)
     assert (config.missing_eos_penalty, config.reward_weights) == (-0.001, [-0.001])
     Path("negative.yaml").write_text(f"reward_weights: [{text}]\nmissing_eos_penalty: {text}\n")
-    config = parse(config_class, ["--config", "negative.yaml", *arguments("train_grpo", {})])
+    config = parse(GRPOConfig, ["--config", "negative.yaml", *arguments("train_grpo", {})])
     assert (config.missing_eos_penalty, config.reward_weights) == (-0.001, [-0.001])
 
 
@@ -259,17 +257,18 @@ def test_tensors_of_older_files_and_the_head_of_a_trunk_are_left_out(folder):
     save_file(weights | masks, "older/model.safetensors", metadata={"format": "pt"})
     flags = {"model_name_or_path": "older"}
     for stage in ("train_sft", "train_reward"):
-        module = importlib.import_module(stage)
-        argv = arguments(stage, flags | {"output_dir": f"{stage}_of_older"})
-        module.main(parse(getattr(module, STAGES[stage]), argv))
+        run_here(stage, arguments(stage, flags | {"output_dir": f"{stage}_of_older"}))
         assert Path(f"{stage}_of_older/model/model.safetensors").is_file()
 
 
 def reaches_weights(stage: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "load", lambda *_, **__: (_ for _ in ()).throw(InterruptedError))
-    module = importlib.import_module(stage)
     with pytest.raises(InterruptedError):
-        module.main(parse(getattr(module, STAGES[stage]), arguments(stage, flags)))
+        run_here(stage, arguments(stage, flags))
+
+
+def run_here(stage: str, argv: list[str]) -> None:
+    importlib.import_module(stage).main(parse(config_class(stage), argv))
 
 
 def test_paths_may_have_spaces(folder):
@@ -280,37 +279,28 @@ def test_paths_may_have_spaces(folder):
     Path("my recipe.yaml").write_text("reward_funcs: ['my rewards.py:lengths']\n")
     flags = {"model_name_or_path": "a policy", "dataset_name": "some rows", "output_dir": "a run"}
     argv = [*arguments("train_sft", flags), "--num_generations", "2", "--max_steps", "1"]
-    module = importlib.import_module("train_grpo")
-    module.main(parse(module.GRPOConfig, ["--config", "my recipe.yaml", *argv]))
+    run_here("train_grpo", ["--config", "my recipe.yaml", *argv])
     assert Path("a run/model/model.safetensors").is_file()
     assert read_jsonl(Path("a run/metrics.jsonl"))[-1]["reward/lengths"] > 0
     packed = gzip.compress(Path("some rows/train.jsonl").read_bytes())
     Path("some rows.jsonl.gz").write_bytes(packed)
     flags |= {"model_name_or_path": "a run/model", "dataset_name": "some rows.jsonl.gz"}
     flags["output_dir"] = "a second run"
-    module = importlib.import_module("train_sft")
-    module.main(parse(module.SFTConfig, arguments("train_sft", flags)))
+    run_here("train_sft", arguments("train_sft", flags))
 
 
 # ---- as real commands ----------------------------------------------------------------------------
 
 
-def run_script(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     """A stage as a user starts it; the hub does not answer at the address it is given."""
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     return subprocess.run(
         [sys.executable, *command],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            **offline,
-            **environment,
-        },
+        env=environment(**offline, **variables),
         capture_output=True,
         text=True,
         timeout=300,
-        check=False,
     )
 
 
