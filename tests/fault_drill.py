@@ -8,7 +8,7 @@ goes to all processes of the run or to one rank; at times a SIGTERM asks the run
 runs must end with the same lines of metrics (timings aside) and samples, the same exported weights
 and the same last checkpoint, optimiser state included, to the bit; a case in which one does not, or
 which fails, is a row in bold type, and the exit status is 1.
-`tests/checkpoint/test_fault_drill.py` is the short form.
+`tests/checkpoint/test_resume.py` has the short form.
 """
 
 import argparse

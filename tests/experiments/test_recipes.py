@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import get_origin, get_type_hints
 
 import datasets
 import pytest
@@ -35,17 +35,11 @@ from common.config.parser import parse
 from common.record.jsonl import read_jsonl
 from common.text import sources, synthetic
 from common.text.reading import load_rows
+from experiments.stages import ROOT, config_class
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "assets" / "recipes"
-STAGES = {
-    "sft": ("train_sft", "SFTConfig"),
-    "pairs": ("experiments.sample_pairs", "PairsConfig"),
-    "reward": ("train_reward", "RewardConfig"),
-    "dpo": ("train_dpo", "DPOConfig"),
-    "grpo": ("train_grpo", "GRPOConfig"),
-    "evaluate": ("evaluate", "EvaluateConfig"),
-}
+SCRIPTS = {stage: f"train_{stage}" for stage in ("sft", "reward", "dpo", "grpo")}
+SCRIPTS |= {"pairs": "experiments.sample_pairs", "evaluate": "evaluate"}
 CHAINS = ("tldr-gpt2", "tldr-gpt2-large", "tldr-pythia-1b", "scitldr")
 WHOLE = ("sft", "reward", "dpo", "grpo", "evaluate")
 # Whose rewards need no training
@@ -56,7 +50,7 @@ SHORT_CHAINS = {
     "one-sentence": ("grpo", "evaluate"),
 }
 SENTIMENT = ("sft", "pairs", "dpo", "grpo", "evaluate")
-FILES = sorted(path for path in RECIPES.glob("*/*.yaml") if path.stem in STAGES)
+FILES = sorted(path for path in RECIPES.glob("*/*.yaml") if path.stem in SCRIPTS)
 NUM_PAIRS, NUM_CNN_DM = 5, 2  # held out
 TRAINING = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2}
 SMALLER = {
@@ -67,11 +61,6 @@ SMALLER = {
     "grpo": {"max_steps": 2, "batch_size": 1},
     "evaluate": {"num_prompts": 3, "micro_batch_size": 2},
 }
-
-
-def config_class(stage: str) -> Any:
-    module, name = STAGES[stage]
-    return getattr(importlib.import_module(module), name)
 
 
 def test_every_chain_has_its_stages():
@@ -87,7 +76,7 @@ def test_every_chain_has_its_stages():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_key_of_a_recipe_reaches_the_config(path):
-    cls = config_class(path.stem)
+    cls = config_class(SCRIPTS[path.stem])
     config, recipe = parse(cls, ["--config", str(path)]), yaml.safe_load(path.read_text())
     types = get_type_hints(cls)
     keys = [line.split(":")[0] for line in path.read_text().splitlines() if line[:1].isalpha()]
@@ -198,10 +187,7 @@ def save_model(folder: Path) -> None:
     """Two layers of width 32 that stop after some ten tokens."""
     tokenizer = synthetic.train_tokenizer()
     if folder.name.endswith("Instruct"):
-        tokenizer.chat_template = (
-            "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<assistant>{% endif %}"
-        )
+        tokenizer.chat_template = tiny.TURNS
     torch.manual_seed(0)
     eos = tokenizer.eos_token_id
     shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": len(tokenizer)}
@@ -219,8 +205,8 @@ def run_stage(chain: str, stage: str, **flags: int) -> None:
     """Run a stage of a recipe for two steps, with further flags."""
     arguments = [f"--{name}={value}" for name, value in (SMALLER[stage] | flags).items()]
     recipe = str(RECIPES / chain / f"{stage}.yaml")
-    config = parse(config_class(stage), ["--config", recipe, *arguments])
-    importlib.import_module(STAGES[stage][0]).main(config)
+    config = parse(config_class(SCRIPTS[stage]), ["--config", recipe, *arguments])
+    importlib.import_module(SCRIPTS[stage]).main(config)
 
 
 FEW_ROWS = {"num_train_rows": 6, "num_eval_rows": 6}
@@ -232,7 +218,12 @@ FEW_ROLLOUTS = {"num_generations": 4, "generation_batch_size": 4, **FEW_ROWS}
 def test_two_steps_of_every_stage_run(chain, working_directory):
     for stage in WHOLE:
         run_stage(chain, stage)
-    check_runs(working_directory / "output" / chain)
+    for stage in ("sft", "reward", "dpo", "grpo"):
+        records = read_jsonl(working_directory / f"output/{chain}/{stage}/metrics.jsonl")
+        assert records[-1]["step"] == 2
+        assert all(math.isfinite(r["loss"]) for r in records if "loss" in r)
+        assert any("loss" in r for r in records)
+        assert (working_directory / f"output/{chain}/{stage}/model/model.safetensors").is_file()
     check_results(working_directory / "output" / chain / "evaluation", chain)
 
 
@@ -243,7 +234,7 @@ def test_two_steps_of_a_chain_with_rewards_that_are_functions(chain, working_dir
     for stage in SHORT_CHAINS[chain]:
         run_stage(chain, stage, **flags[stage])
     folder = working_directory / "output" / chain
-    records = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").open()]
+    records = read_jsonl(folder / "grpo" / "metrics.jsonl")
     assert records[-1]["step"] == 2
     rewards = {name for record in records for name in record if name.startswith("reward/")}
     recipe = yaml.safe_load((RECIPES / chain / "grpo.yaml").read_text())
@@ -390,16 +381,6 @@ def test_policies_are_evaluated_without_any_judge(working_directory):
     assert system["length"] > 0
     assert "rewards" not in system
     assert Path("judged_by_none/report.md").is_file()
-
-
-def check_runs(folder: Path) -> None:
-    for stage in ("sft", "reward", "dpo", "grpo"):
-        lines = (folder / stage / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        assert records[-1]["step"] == 2
-        assert all(math.isfinite(r["loss"]) for r in records if "loss" in r)
-        assert any("loss" in r for r in records)
-        assert (folder / stage / "model" / "model.safetensors").is_file()
 
 
 def check_results(folder: Path, chain: str) -> None:

@@ -4,12 +4,14 @@ On two processes under torchrun: an exception in a reward function or elsewhere 
 with rank and step; a process that is killed leaves no other
 behind, and is started again by torchrun to finish the run; one that hangs ends the run after
 `ddp_timeout`. Ranks with unequal rows, or with none at all, make the steps that one process makes.
+SIGTERM for `make` reaches what it runs: a run that is left goes on beside the next one.
 """
 
 import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -421,3 +423,29 @@ def test_what_the_user_has_set_of_the_allocator_stays(name: str, monkeypatch: An
     before = dict(os.environ)
     distributed.let_segments_grow()
     assert os.environ == before
+
+
+# --- make ---
+
+WAIT = "wait: ; $(RUN) sh -c \"echo 'begun'; exec sleep 60\""
+
+
+def test_a_signal_ends_what_make_runs() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    words = ["make", "--silent", f"--eval={WAIT}", "wait"]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    process.terminate()
+    begun = time.monotonic()
+    assert process.stdout.read() == b""  # ends when nobody holds the other end
+    assert time.monotonic() - begun < 30
+    assert process.wait(timeout=10) != 0
+
+
+def test_every_recipe_that_runs_the_project_hands_signals_on() -> None:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    runs = [line for line in lines if re.match(r"\t.* -m (experiments\.|pytest)", line)]
+    assert len(runs) > 5
+    assert [line for line in runs if not line.startswith(("\t$(RUN) ", "\texec "))] == []
