@@ -122,11 +122,9 @@ def matching(kind: str, pattern: str) -> RewardFunction:
         raise UserError(
             f"reward_funcs has {kind}:{pattern}, which is no pattern: {error}."
         ) from None
-    find: Callable[[str], Any] = compiled.search
-    if kind == "format":
-        find = lambda text: compiled.fullmatch(text.strip())  # noqa: E731
+    find, trim = (compiled.fullmatch, str.strip) if kind == "format" else (compiled.search, str)
     return lambda completions, **columns: [
-        float(find(text_of(text)) is not None) for text in completions
+        float(find(trim(text_of(text))) is not None) for text in completions
     ]
 
 

@@ -19,6 +19,7 @@ A function that raises ends the run: a sentence names the rows, and its tracebac
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -339,13 +340,7 @@ def inputs(
     arguments: Mapping[str, Sequence[Any]], rows: Sequence[int], log: RewardLog
 ) -> dict[str, Any]:
     """Arguments of a function for some rows: copies, which it may change."""
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: copied(inner) for key, inner in value.items()}
-        return [copied(inner) for inner in value] if isinstance(value, list) else value
-
-    of_rows = {key: [copied(values[row]) for row in rows] for key, values in arguments.items()}
+    of_rows = {key: [deepcopy(values[row]) for row in rows] for key, values in arguments.items()}
     return of_rows | {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, rows)}
 
 
