@@ -73,7 +73,8 @@ def render(
         chat[0] = {**chat[0], "content": content(begun[0]) + content(chat[0])}
     rows = []
     for i, answers in enumerate(zip(*chats, strict=False) if chats else [()]):
-        if not all(map(_is_trained, answers)):
+        is_off = any(m.get("weight") == 0 or m.get("train") is False for m in answers)
+        if is_off or any(message["role"] != "assistant" for message in answers):
             continue
         before = [*asked, *(chats[0][:i] if chats else ())]
         begun = [] if i else begun
@@ -101,12 +102,6 @@ def _answer_text(prompt: str, whole: str) -> str:
         f"{whole[start : start + 40]!r} for {prompt[start : start + 40]!r}; "
         "render the rows to text yourself."
     )
-
-
-def _is_trained(message: dict[str, Any]) -> bool:
-    """Whether a message is an answer that makes a row."""
-    is_off = message.get("weight") == 0 or message.get("train") is False
-    return message["role"] == "assistant" and not is_off
 
 
 def _calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

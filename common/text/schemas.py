@@ -248,8 +248,7 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
         shared = os.path.commonprefix(values) if values[0] != values[1] else ""
         ends = (end for end in range(len(shared), 0, -1) if _may_end(values, end))
         shared = shared[: next(ends, 0)]
-        if re.search(r"\S \Z", shared):
-            shared = shared[:-1]
+        shared = re.sub(r"(?<=\S) \Z", "", shared)
         if _question(row, shared):
             return row  # refused as one without a prompt
         prompt = shared

@@ -220,17 +220,14 @@ def tokenize_completions(
 
 def _drop_reason(row: Row, prompt: _Text, completions: Sequence[_Text]) -> str:
     """The reason to drop a row, empty if there is none."""
-    if not prompt.text.strip():
-        return "empty prompt"
-    if not prompt.ids:
-        return "prompt over max_prompt_length"
-    if row.is_partial:
-        return "answer left out in part by the chat template"
-    if any(not completion.text.strip() for completion in completions):
-        return "empty completion"
-    if len(completions) == 2 and completions[0].ids == completions[1].ids:
-        return "identical pair"
-    return ""
+    reasons = {
+        "empty prompt": not prompt.text.strip(),
+        "prompt over max_prompt_length": not prompt.ids,
+        "answer left out in part by the chat template": row.is_partial,
+        "empty completion": any(not completion.text.strip() for completion in completions),
+        "identical pair": len(completions) == 2 and completions[0].ids == completions[1].ids,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> int:

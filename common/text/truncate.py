@@ -47,10 +47,8 @@ def split_prompt(prompt: str, fallback_cue: str = "") -> tuple[str, str, str]:
     post = _POST.search(prompt)
     if post and prompt.startswith(("SUBREDDIT:", "TITLE:", "POST:")):
         end = post.end()
-    text = prompt[end:].rstrip()
-    start = end + len(text.removesuffix(_CUE).rstrip())
-    if not text.endswith(_CUE):
-        start = len(prompt) - len(fallback_cue) * prompt[end:].endswith(fallback_cue)
+    fallback_cue = fallback_cue if prompt[end:].endswith(fallback_cue) else ""
+    start = len(prompt) - len(closing_cue(prompt[end:], _CUE) or fallback_cue)
     return prompt[:end], prompt[end:start], prompt[start:]
 
 
