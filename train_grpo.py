@@ -188,7 +188,7 @@ def sample_and_reward(
     from common.record.glossary import LOGGED_PREFIX
 
     run.checkpointer.stop_if_asked(run.step, at_once=True)
-    with run.metrics.timed("sample_seconds"), run.kept_if_users_fail(run.step):
+    with run.metrics.timed("sample_seconds"), run.saved_on_user_error(run.step):
         candidates = sampler.sample(
             examples,
             num_samples=config.num_candidates,
@@ -196,7 +196,7 @@ def sample_and_reward(
             report=run.logger.status,
             **config.sampling,
         )
-    with run.metrics.timed("score_seconds"), run.kept_if_users_fail(run.step):
+    with run.metrics.timed("score_seconds"), run.saved_on_user_error(run.step):
         scored = rollouts.reward(scorer, examples, candidates, config, run.step, run.total_steps)
     for name, values in scored.log.metrics.items():
         run.metrics.add(f"{LOGGED_PREFIX}{name}", sum(values), len(values))

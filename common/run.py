@@ -82,7 +82,7 @@ class Run:
             yield step
 
     @contextmanager
-    def kept_if_users_fail(self, step: int, num_hooks: int | None = None) -> Iterator[None]:
+    def saved_on_user_error(self, step: int, num_hooks: int | None = None) -> Iterator[None]:
         """Save the run, after so many steps and hooks, if a UserError is raised. Collective."""
         try:
             with distributed.together():
@@ -151,7 +151,7 @@ class Run:
         due = [evaluate] * is_due(done, self.config.eval_steps)
         due += [show] * is_due(done, self.config.sample_steps) if show else []
         for number, hook in enumerate(due[num_called:], start=num_called):
-            with self.kept_if_users_fail(done, number):
+            with self.saved_on_user_error(done, number):
                 hook(done)
 
     def finish(self, hooks: Sequence[Hook], shift: Callable[[], float] = lambda: 0.0) -> None:
@@ -196,7 +196,7 @@ class Run:
         from common.checkpoint import export
 
         reward_shift = shift()
-        with self.kept_if_users_fail(self.total_steps):
+        with self.saved_on_user_error(self.total_steps):
             export.save_pretrained(
                 self.module,
                 self.vocabulary,
