@@ -201,13 +201,9 @@ class Sampler:
                 report=lambda text: distributed.show_status(bar, f"{title}: {text}"),
             )
         rows = [i * num_samples + k for i in mine for k in range(num_samples)]
-        rollouts = Rollouts.blank(len(examples) * num_samples, self.config.max_completion_length)
-        for values, of_rank in zip(rollouts.tensors, local.tensors, strict=True):
-            values[rows] = of_rank
-        # In float64, which holds ids and float32 exactly, and in which bools can be summed
-        return Rollouts(
-            *(distributed.all_reduce_sum(x.double()).to(x.dtype) for x in rollouts.tensors)
-        )
+        order = torch.tensor(distributed.from_all_ranks(rows)).argsort()
+        of_ranks = zip(*distributed.from_all_ranks([local.tensors]), strict=True)  # by tensor
+        return Rollouts(*map(torch.cat, of_ranks))[order]
 
     def table(
         self,
