@@ -112,7 +112,7 @@ ROLLOUTS = {"num_generations": 2, "reward_funcs": ["length"]}
 
 
 @pytest.mark.parametrize(
-    ("number", "fault", "said"),
+    ("number", "fault", "message"),
     [
         (16, "raise ValueError('odd')", "raised ValueError: odd .after step 2, rows .*, from '"),
         (16, "sys.exit(3)", "raised SystemExit: 3 "),
@@ -123,9 +123,9 @@ ROLLOUTS = {"num_generations": 2, "reward_funcs": ["length"]}
     ],
 )
 def test_a_reward_function_that_fails_costs_no_step(
-    number: int, fault: str, said: str, inputs: Path, tmp_path: Path
+    number: int, fault: str, message: str, inputs: Path, tmp_path: Path
 ) -> None:
-    """In training, in a held-out evaluation and in a table of samples: told by their sizes."""
+    """In training, in a held-out evaluation and in a table of samples: they differ in size."""
     text = ONCE.replace("NUMBER", str(number)).replace("FAULT", fault)
     (tmp_path / "rewards.py").write_text(text)
     more: dict[str, Any] = ROLLOUTS | {"reward_funcs": [f"{tmp_path}/rewards.py:judge"]}
@@ -133,8 +133,8 @@ def test_a_reward_function_that_fails_costs_no_step(
     more |= {"eval_steps": 2, "sample_steps": 2, "logging_steps": 3}
     more |= {"penalize_missing_eos": False, "learning_rate": 1e-3}
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    said = f"judge' {said}.*; the same command goes on from {broken}/.*2"
-    with pytest.raises(UserError, match=said):
+    message = f"judge' {message}.*; the same command goes on from {broken}/.*2"
+    with pytest.raises(UserError, match=message):
         train("grpo", inputs, broken, **more)
     for run in (broken, whole):
         train("grpo", inputs, run, **more)

@@ -269,8 +269,8 @@ def test_a_judge_that_fails_loses_nothing_that_was_measured_before_it(folder, re
     of_before = [folder / "broken" / name for name in ("results.json", "report.html", "report.md")]
     for path in of_before:
         path.write_text("{}")
-    said = "OSError: away .*; what was measured before is in"
-    with tiny.process_group(), pytest.raises(UserError, match=said):
+    message = "OSError: away .*; what was measured before is in"
+    with tiny.process_group(), pytest.raises(UserError, match=message):
         evaluate_here(argv)
     assert not any(path.exists() for path in of_before)
     measured = records.read_completions(folder / "broken")
