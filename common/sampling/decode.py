@@ -147,6 +147,15 @@ class Settings:
     cuda_graphs: bool = False
 
 
+def refuse_nan(logps: Tensor) -> None:
+    """Raise a RuntimeError if there is a nan."""
+    if logps.isnan().any():
+        raise RuntimeError(
+            "the model that samples gives scores that are nan: its weights have diverged; lower "
+            "--learning_rate and go on from an earlier checkpoint."
+        )
+
+
 def rows_to_keep(finished: Tensor, num_rows: int, position: int) -> Tensor | None:
     """Indices on the host of the rows that stay in the batch; None for all of them.
 
@@ -224,10 +233,6 @@ def decode(
             rows, finished, tokens = rows[kept], finished[kept], tokens[kept]
         logits = decoder.step(tokens)
     ids, token_logps = ids.cpu(), token_logps.cpu()
-    if token_logps.isnan().any():
-        raise RuntimeError(
-            "the model that samples gives scores that are nan: its weights have diverged; lower "
-            "--learning_rate and go on from an earlier checkpoint."
-        )
+    refuse_nan(token_logps)
     mask, has_stop = cut_at_stop(ids, settings.stop_ids)
     return ids, mask, token_logps.masked_fill(~mask, 0.0), has_stop
