@@ -48,7 +48,7 @@ def record(actual: Any, expected: Any, tolerance: Any) -> None:
     if frame and frame.f_code.co_filename.startswith(TESTS) and shares.numel():
         i = int(shares.argmax())
         line = f"{frame.f_code.co_filename.removeprefix(TESTS)}:{frame.f_lineno}"
-        key = (os.environ["PYTEST_CURRENT_TEST"].split(" (")[0], line)
+        key = (os.environ.get("PYTEST_CURRENT_TEST", "on import").split(" (")[0], line)
         entry = [float(x.expand_as(shares)[i]) for x in (shares, difference, size)]
         largest[key] = max(largest.get(key, entry), entry)
 

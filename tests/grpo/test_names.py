@@ -7,6 +7,7 @@ same tokenizer; the KL is that of transformers' logits. Another tokenizer is ref
 import json
 import re
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,16 +95,19 @@ def test_a_student_comes_nearer_to_a_larger_teacher(base: Path, tmp_path: Path):
         run_stages([{"stage": "grpo", "flags": flags}])
     folders = (base / "base" / "model", base / "larger" / "model")
     student, teacher = map(AutoModelForCausalLM.from_pretrained, folders)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     completions = steps[0].rollouts.completion_ids
     prompts = [e.prompt_ids for e in steps[0].examples for _ in range(4)]
+    rows = list(zip(prompts, completions, strict=True))
     with torch.no_grad():
-        expected = [
-            tiny.enumerated_kl(student, teacher, *row).sum().item()
-            for row in zip(prompts, completions, strict=True)
-        ]
+        expected, reached = (
+            [tiny.enumerated_kl(lm, teacher, *row).sum().item() for row in rows]
+            for lm in (student, trained)
+        )
     kl = [line["kl"] for line in untimed_lines(tmp_path / "run")]
     assert kl[0] == pytest.approx(sum(expected) / len(expected), rel=1e-4)
-    assert kl[-1] < kl[0] / 2
+    # On the same texts, and by the median: one rare token has most of a mean
+    assert statistics.median(reached) < statistics.median(expected) / 2
 
 
 @pytest.mark.parametrize("stage", ["grpo", "dpo"])
