@@ -28,7 +28,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     `ddp_timeout` seconds, and torchrun ends a rank within 30 s of a failure on its host. Files of a
     run are never writable for everybody, because a model may be loaded by others.
     """
-    from common.checkpoint import best, hf_folder, push
+    from common.checkpoint import hf_folder
     from common.config.parser import parse
     from common.record import run_folder, terminal, tracking
     from common.shutdown import processes, signals
@@ -39,7 +39,6 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     try:
         config = parse(config_class)
         if isinstance(config, TrainConfig):
-            best.refuse_impossible(config)
             signals.listen(speaks=distributed.is_rank0())
         processes.die_with_launcher()
         processes.refuse_stale_store()
@@ -48,8 +47,6 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             run_folder.refuse_unwritable(config.output_dir)
             tracking.refuse_impossible(getattr(config, "report_to", ()))
-            if isinstance(config, TrainConfig):
-                push.prepare(config)
         main(hf_folder.with_folders(config))
         dist.barrier()
     except signals.Stopped as stopped:
