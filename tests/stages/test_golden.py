@@ -1,0 +1,21 @@
+"""The first steps of every stage are those of `tests/golden`: no commit moves a number unseen."""
+
+import pytest
+from trajectories import CASES, Change, changes, label
+
+NAMES = [label(stage, flags) for stage, cases in CASES.items() for flags in cases]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Change]:
+    return changes([*CASES], tmp_path_factory.mktemp("golden"))
+
+
+def test_every_case_has_a_golden_trajectory(found: dict[str, Change]) -> None:
+    assert [*found] == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_first_steps_are_the_golden_ones(found: dict[str, Change], name: str) -> None:
+    change, where, allowed = found[name]
+    assert change <= allowed, f"{where}; meant? record anew: python -m tests.trajectories"

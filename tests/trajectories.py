@@ -1,0 +1,313 @@
+"""Golden trajectories: the first steps of every stage, recorded in `golden/`, one file per stage.
+
+    python -m tests.trajectories                    # run them anew, print and write what changed
+    python -m tests.trajectories --code output/old  # compare only, with the scripts of another tree
+
+Every case starts from weights that are hashes of counters, the same bits on every machine. A case
+of GRPO is run with other seeds, so other prompts, until every draw is at least `MARGIN` from
+another token: rounding cannot change a completion. A version of a stage's trajectories is a hash
+of its file's numbers; the records of `experiments/records` name the versions they were made under.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from common import noise
+from common.record.jsonl import read_jsonl
+from common.record.run_folder import cpu_model
+from common.sampling import decode
+from common.text import synthetic
+from tests import ranks
+from tests.ranks import ROOT, SHORT_RUN, STAGES, TINY_GPT2, Job, flag, launch, run_stages
+from tests.tolerances import SETTINGS
+from tests.variants import REWARD_FILE
+
+GOLDEN = ROOT / "tests" / "golden"
+STEPS, MARGIN = 5, 1e-4
+SAME_MACHINE, OTHER_MACHINE = 1e-5, 1e-4  # relative, see `largest_change`
+SMALLEST = 0.01  # what a change is at least relative to: a loss may be 0 but for its KL
+METRICS = {
+    "sft": ("loss", "grad_norm", "learning_rate", "tokens"),
+    "reward": ("loss", "grad_norm", "accuracy", "reward_margin"),
+    "dpo": ("loss", "grad_norm", "accuracy", "reward_margin"),
+    "grpo": ("loss", "grad_norm", "reward", "kl"),
+}
+COMMON: dict[str, Any] = SHORT_RUN | {
+    "model_name_or_path": "BASE",
+    "dataset_test_split": "",
+    "num_train_rows": 18,  # the last batch of an epoch has 2 rows of 4
+    "max_completion_length": 24,
+    "micro_batch_size": 2,
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "max_steps": STEPS,
+}
+OF_STAGE: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "reward": {},
+    "dpo": {"ref_model_name_or_path": "OTHER"},  # at its own reference all margins would be equal
+    "grpo": {
+        "ref_model_name_or_path": "OTHER",
+        "max_completion_length": 8,
+        "batch_size": 2,
+        "num_generations": 3,
+        "missing_eos_penalty": -0.2,
+        "reward_funcs": ["LETTERS"],
+    },
+}
+CASES: dict[str, list[dict[str, Any]]] = {
+    "sft": [
+        {},
+        {"layout": "padded"},
+        {"lora_r": 4, "learning_rate": 1e-2},
+        {"bf16": True},
+        {"num_processes": 2},
+    ],
+    "reward": [{}, {"layout": "padded"}],
+    "dpo": [{}, {"layout": "padded"}, {"loss_type": ["ipo"]}, {"bf16": True}],
+    "grpo": [
+        {},
+        {"layout": "padded"},
+        {"num_iterations": 2, "num_minibatches": 2},
+        {
+            "num_candidates": 5,
+            "rejection_method": "gumbel",
+            "baseline": "kept",
+            "normalize_globally": True,
+        },
+        {"num_candidates": 5, "normalize_globally": True},
+        {"reward_funcs": ["STEPS"]},
+        {"kl_estimator": "full"},
+        {"ref_update_steps": 2},
+        {"num_processes": 2},
+    ],
+}
+Key = tuple[str, dict[str, Any], int]  # stage, flags, seed
+Numbers = dict[str, list[float]]  # of each metric, one per step
+Outcome = tuple[Numbers, float]  # with the smallest distance of a draw from another token
+Change = tuple[float, str, float]  # relative, where, and the largest that is rounding
+Case = dict[str, Any]  # "seed", "tolerance" and the Numbers
+
+
+def label(stage: str, flags: dict[str, Any]) -> str:
+    """A case as it would be typed."""
+    return " ".join([stage, *(word for item in flags.items() for word in flag(*item))])
+
+
+def write_model(folder: Path, tokenizer: Any, seed: int) -> None:
+    """Write a GPT-2 of hashed weights, which ends a completion with one token in about five."""
+    stop = tokenizer.eos_token_id
+    shape = {name: value for name, value in TINY_GPT2.items() if name != "architectures"}
+    lm = GPT2LMHeadModel(
+        GPT2Config(**shape, vocab_size=len(tokenizer), bos_token_id=stop, eos_token_id=stop)
+    )
+    with torch.no_grad():
+        for i, parameter in enumerate(lm.parameters()):
+            numbers = 2 * noise.uniform(seed, i, torch.arange(parameter.numel())) - 1
+            is_scale = parameter.dim() == 1 and bool((parameter == 1).all())  # of a layer norm
+            parameter.copy_(0.3 * numbers.view_as(parameter) + is_scale)
+        direction = lm.transformer.wte.weight[stop]
+        lm.transformer.ln_f.bias.copy_(5.0 * direction / direction.square().sum())
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_inputs(folder: Path) -> dict[str, str]:
+    """Write what the cases start from: the paths behind the capital names in their flags."""
+    tokenizer = synthetic.train_tokenizer()
+    for seed, name in enumerate(("BASE", "OTHER")):
+        write_model(folder / name, tokenizer, seed)
+    (folder / "rewards.py").write_text(REWARD_FILE)
+    functions = {name.upper(): f"{folder}/rewards.py:{name}" for name in ("letters", "steps")}
+    return {"BASE": str(folder / "BASE"), "OTHER": str(folder / "OTHER"), **functions}
+
+
+def job_of(stage: str, flags: dict[str, Any], seed: int, paths: dict[str, str], out: Path) -> Job:
+    """A case as a run in a folder."""
+    filled = COMMON | OF_STAGE[stage] | flags | {"seed": seed, "output_dir": str(out)}
+    filled.pop("num_processes", None)
+    for key, value in filled.items():
+        items = value if isinstance(value, list) else [value]
+        named = [paths.get(item, item) if isinstance(item, str) else item for item in items]
+        filled[key] = named if isinstance(value, list) else named[0]
+    return {"stage": stage, "flags": filled}
+
+
+def run_cases(cases: Sequence[Key], folder: Path, code: Path = ROOT) -> list[Outcome]:
+    """Run cases (stage, flags, seed) with the scripts of a tree; what came of each.
+
+    The distance is measured with this tree's scripts only.
+    """
+    paths = write_inputs(folder)
+    jobs = [job_of(*case, paths, folder / f"{i}") for i, case in enumerate(cases)]
+    distances = [1.0 for _ in cases]
+    for num_processes in (1, 2):
+        chosen = [i for i, case in enumerate(cases) if processes(case[1]) == num_processes]
+        if code == ROOT:
+            ours = [jobs[i] for i in chosen]
+            by_rank = launch(run_and_measure, num_processes, folder, jobs=ours)
+            for i, *measured in zip(chosen, *by_rank, strict=True):
+                distances[i] = min(measured)
+            continue
+        for i in chosen:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc_per_node", f"{num_processes}", f"{STAGES[cases[i][0]][0]}.py"]
+            command += [word for item in jobs[i]["flags"].items() for word in flag(*item)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)}
+            subprocess.run(command, cwd=code, env=environment, check=True, stdout=sys.stderr)
+    return [(numbers_of(job), distance) for job, distance in zip(jobs, distances, strict=True)]
+
+
+def processes(flags: dict[str, Any]) -> int:
+    """The number of processes of a case."""
+    return int(flags.get("num_processes", 1))
+
+
+def run_and_measure(jobs: Sequence[Job]) -> list[float]:
+    """`run_stages` on this rank; the smallest distance of a draw from another token, by job."""
+    inverse_cdf, margins = decode.inverse_cdf, [1.0 for _ in jobs]
+    for i, job in enumerate(jobs):
+
+        def measured(logps: torch.Tensor, uniforms: torch.Tensor, i: int = i) -> torch.Tensor:
+            cumulative = logps.double().exp().cumsum(-1)
+            inner = (cumulative / cumulative[:, -1:])[:, :-1]  # the last one ends at 1
+            distance = (inner - uniforms.unsqueeze(-1)).abs().min()
+            margins[i] = min(margins[i], float(distance))
+            return inverse_cdf(logps, uniforms)
+
+        with mock.patch.object(decode, "inverse_cdf", measured):
+            run_stages([job])
+    return margins
+
+
+def numbers_of(job: Job) -> Numbers:
+    """A run's metrics, one number per step."""
+    lines = read_jsonl(Path(job["flags"]["output_dir"]) / "metrics.jsonl")[:STEPS]
+    return {name: [line[name] for line in lines] for name in METRICS[job["stage"]]}
+
+
+def largest_change(numbers: Numbers, golden: Case) -> tuple[float, str]:
+    """The largest change of a number, relative to the largest of its metric, and where it is."""
+    changes = [(0.0, "")]
+    for name, values in numbers.items():
+        if name in ("seed", "tolerance"):
+            continue
+        scale = max(SMALLEST, *map(abs, golden[name]))
+        for step, (value, before) in enumerate(zip(values, golden[name], strict=True), 1):
+            where = f"{name} of step {step}: {before:.8g} became {value:.8g}"
+            changes.append((abs(value - before) / scale, where))
+    return max(changes)
+
+
+def machine() -> dict[str, str]:
+    """What rounding depends on."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"cpu": cpu_model(), "instructions": capability, "torch": torch.__version__}
+
+
+def read(stage: str) -> dict[str, Any]:
+    """The golden file of a stage; without cases where there is none."""
+    file = GOLDEN / f"{stage}.json"
+    return json.loads(file.read_text()) if file.is_file() else {"cases": {}}
+
+
+def version(stage: str) -> str:
+    """The version of a stage's trajectories."""
+    return hashlib.sha256(json.dumps(read(stage)["cases"]).encode()).hexdigest()[:12]
+
+
+def tolerance(stage: str, case: Case) -> float:
+    """The largest change of a case that is rounding on this machine."""
+    same = read(stage).get("machine") == machine()
+    return max(SAME_MACHINE if same else OTHER_MACHINE, case["tolerance"])
+
+
+def rounding(case: Key, golden: Numbers) -> float:
+    """Twice the largest change that other instructions of the CPU make to a case."""
+    found = []
+    for name, libraries in SETTINGS.items():
+        ranks.end_servers()  # those that start now import torch with the other instructions
+        instructions = {"ATEN_CPU_CAPABILITY": name, **libraries}
+        with mock.patch.dict(os.environ, instructions), tempfile.TemporaryDirectory() as folder:
+            ((numbers, _),) = run_cases([case], Path(folder))
+        found.append(2 * largest_change(numbers, golden)[0])
+    ranks.end_servers()
+    return max(found)
+
+
+def record(stage: str) -> None:
+    """Write the golden file of a stage, and print what changed since it was written."""
+    before, cases = read(stage)["cases"], {}
+    for seed in count():
+        left = [flags for flags in CASES[stage] if label(stage, flags) not in cases]
+        if not left:
+            break
+        keys = [(stage, flags, seed) for flags in left]
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes = run_cases(keys, Path(folder))
+        for key, (numbers, distance) in zip(keys, outcomes, strict=True):
+            if distance >= MARGIN:
+                allowed = rounding(key, numbers) if "bf16" in key[1] else 0.0
+                cases[label(*key[:2])] = {"seed": seed, "tolerance": allowed, **numbers}
+    for name, case in cases.items():
+        if name not in before or before[name]["seed"] != case["seed"]:
+            print(f"{name}: new")
+            continue
+        change, where = largest_change(case, before[name])
+        if change <= tolerance(stage, before[name]):
+            cases[name] = before[name]
+        print(f"{name}: {where} ({change:.1e} relative)")
+    if cases != before:
+        GOLDEN.mkdir(exist_ok=True)
+        ordered = {label(stage, flags): cases[label(stage, flags)] for flags in CASES[stage]}
+        text = json.dumps({"machine": machine(), "cases": ordered}, indent=1)
+        (GOLDEN / f"{stage}.json").write_text(f"{text}\n")
+
+
+def changes(stages: Sequence[str], folder: Path, code: Path = ROOT) -> dict[str, Change]:
+    """How far the golden cases are from their files when the scripts of a tree run them."""
+    named = {label(stage, flags): (stage, flags) for stage in stages for flags in CASES[stage]}
+    golden = {name: case for stage in stages for name, case in read(stage)["cases"].items()}
+    keys = [(*named[name], case["seed"]) for name, case in golden.items()]
+    outcomes = run_cases(keys, folder, code)
+    found = {}
+    for (name, case), (stage, _, _), (numbers, _) in zip(
+        golden.items(), keys, outcomes, strict=True
+    ):
+        found[name] = (*largest_change(numbers, case), tolerance(stage, case))
+    return found
+
+
+def main() -> None:
+    """Record, or compare."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--stages", nargs="+", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--code", type=Path, help="the root of another tree: only compare")
+    options = parser.parse_args()
+    if options.code is None:
+        for stage in options.stages:
+            record(stage)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = changes(options.stages, Path(folder), options.code.resolve())
+    for name, (change, where, allowed) in found.items():
+        print(f"{name}: {change:.1e} of {allowed:.1e}; {where}")
+
+
+if __name__ == "__main__":
+    from tests import trajectories  # by the name under which the ranks find its function
+
+    trajectories.main()
