@@ -38,7 +38,7 @@ def close(value: Tensor, expected: object, tolerance: float = 1e-6) -> None:
 # ---- SFT and Bradley-Terry -----------------------------------------------------------------------
 
 
-def test_sft_loss_by_hand_ignores_padding():
+def test_sft_loss_by_hand_is_a_mean_over_tokens_and_ignores_padding():
     logps = torch.tensor([[-1.0, -2.0, -torch.inf], [-4.0, torch.nan, -9.0]], requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, False, False]])
     loss = losses.sft_loss(logps, mask, num_tokens=3)
@@ -46,12 +46,8 @@ def test_sft_loss_by_hand_ignores_padding():
     loss.backward()
     close(logps.grad, [[-1 / 3, -1 / 3, 0], [-1 / 3, 0, 0]])
     close(losses.sft_loss(logps, mask & False, num_tokens=0), 0.0)
-
-
-def test_sft_micro_batches_add_up_to_the_mean_over_tokens():
-    rows = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-4.0]])
-    parts = [losses.sft_loss(row, torch.ones_like(row).bool(), num_tokens=4) for row in rows]
-    close(sum(parts), 2.5)  # not the mean of the rows' means, (2 + 4) / 2
+    by_row = [losses.sft_loss(logps[i : i + 1], mask[i : i + 1], num_tokens=3) for i in (0, 1)]
+    close(sum(by_row), 7 / 3)  # micro-batches add up: it is no mean of the rows' means
 
 
 def test_bradley_terry_by_hand():

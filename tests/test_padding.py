@@ -29,13 +29,6 @@ def test_rows_come_back_from_either_side(rows: list[list[int]], pad_id: int):
         assert (ids[~mask] == pad_id).all()
 
 
-def test_sides():
-    assert padding.left_pad([[1, 2, 3], [4]], 0)[0].tolist() == [[1, 2, 3], [0, 0, 4]]
-    assert padding.right_pad([[1, 2, 3], [4]], 0)[0].tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert padding.left_pad([[1, 2, 3], [4]], 0)[1].int().tolist() == [[1, 1, 1], [0, 0, 1]]
-    assert padding.right_pad([[1, 2, 3], [4]], 0)[1].int().tolist() == [[1, 1, 1], [1, 0, 0]]
-
-
 @FAST
 @given(mask=st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4))
 def test_positions_count_real_tokens(mask: list[list[bool]]):

@@ -108,7 +108,7 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
         )
         report.refuse_lossy(1.0)
     except UserError as error:
-        assert_one_sentence(error, f"would lose {len(rows)} of {len(rows)} rows")
+        tiny.check_sentence(error, f"would lose {len(rows)} of {len(rows)} rows")
         return
     assert len(examples) + report.num_dropped == len(rows)
     for example in examples:
@@ -169,7 +169,7 @@ def assert_read_or_refused(file: Path, kind: Any) -> None:
         rows = load_rows(tiny.train_config(), str(file), "train", kind)
         examples = load_examples(config, str(file), "train", kind, tiny.vocabulary())
     except UserError as error:
-        assert_one_sentence(error)
+        tiny.check_sentence(error)
         return
     for row in rows:
         values = [row[name] for name in ("prompt", *COMPLETION_COLUMNS[kind])]
@@ -180,13 +180,6 @@ def assert_read_or_refused(file: Path, kind: Any) -> None:
     for example in examples:
         values = [rows[example.row][name] for name in ("prompt", *COMPLETION_COLUMNS[kind])]
         assert all(is_messages(v) or v.strip() for v in values)
-
-
-def assert_one_sentence(error: Exception, *words: str) -> None:
-    assert str(error).endswith(".")
-    assert "\n" not in str(error)
-    for word in words:
-        assert word in str(error)
 
 
 @settings(max_examples=200)

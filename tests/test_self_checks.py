@@ -195,6 +195,7 @@ def test_what_a_long_neighbour_changes_is_refused():
 # ---- noise ---------------------------------------------------------------------------------------
 
 NOISY = {
+    "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.5, "dropout": 0.5},
     "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.3},
     "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
@@ -215,6 +216,7 @@ def test_a_trained_model_computes_what_transformers_evaluates(
     model_config = load.read_model_config(str(tmp_path), "policy", None, config)
     lm = load.load_policy(str(tmp_path), model_config, config)
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
+    assert {layer.p for layer in lm.modules() if isinstance(layer, nn.Dropout)} <= {0.0}
     self_checks.only_tokens_matter(policy, config)
     make = padding.padded_batch if layout == "padded" else padding.shared_prefix_batch
     rows = ([[5, 6, 7], [8]], [[[9, 10]], [[11, 12]]])

@@ -281,17 +281,6 @@ def test_weights_from_a_config_file_are_a_function_of_the_seed(tmp_path):
     assert every_id.vocab_size == 71
 
 
-def test_dropout_is_off_everywhere(tmp_path):
-    config = short_config()
-    path = save_policy(tmp_path / "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    model_config = models.read_model_config(path, "policy", tiny.tokenizer(), config)
-    lm = models.load_policy(path, model_config, config)
-    assert {part.p for part in lm.modules() if isinstance(part, nn.Dropout)} == {0.0}
-    ids = torch.tensor([PROMPTS[0]])
-    with torch.no_grad():
-        assert torch.equal(lm.train()(ids).logits, lm.train()(ids).logits)
-
-
 # ---- reward models -------------------------------------------------------------------------------
 
 
