@@ -4,6 +4,7 @@ Weights are drawn wide and biases and norms are moved off their initial values, 
 distributions are far from uniform and a wrong position, mask or shift shows.
 """
 
+import copy
 import functools
 import json
 import os
@@ -139,6 +140,22 @@ def tokenizer() -> Any:
     return synthetic.train_tokenizer(300)
 
 
+def chatml_tokenizer(eos_token: str = "<|im_end|>", vocab_size: int = 1024) -> Any:
+    """The embedded task's tokenizer with a ChatML template, whose turns end in a special token."""
+    chatml = synthetic.train_tokenizer(vocab_size)
+    turns = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    chatml.add_special_tokens(turns | {"eos_token": eos_token})
+    chatml.chat_template = CHATML
+    return chatml
+
+
+def with_template(of: Any, template: Any) -> Any:
+    """A copy of a tokenizer with another chat template."""
+    copied = copy.deepcopy(of)
+    copied.chat_template = template
+    return copied
+
+
 def vocabulary(
     stop_ids: Sequence[int] = (0,), of: Any = None, *, pad_id: int | None = None
 ) -> Vocabulary:
@@ -265,9 +282,11 @@ def on_gpu(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(OnGpu)
 
 
-def reward_functions(names: Sequence[str], weights: Sequence[float] = ()) -> RewardFunctions:
-    """The functions of these names, for a policy with `tokenizer`."""
-    return RewardFunctions.find(names, weights, vocabulary(), train_config())
+def reward_functions(
+    names: Sequence[str], weights: Sequence[float] = (), of: Any = None, **fields: Any
+) -> RewardFunctions:
+    """The functions of these names, for a policy with a tokenizer (default: `tokenizer`)."""
+    return RewardFunctions.find(names, weights, vocabulary(of=of), train_config(**fields))
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> Path:

@@ -28,7 +28,7 @@ from common.model import fsdp
 from common.padding import padded_batch
 from common.record.metrics import Accumulator
 from common.rewards.models import RewardModelFunction
-from common.rewards.score import RewardFunctions, short_names
+from common.rewards.score import short_names
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 
@@ -337,9 +337,8 @@ def test_a_scorer_sums_weighted_functions_prompt_by_prompt(reward_folder, tmp_pa
         "            + 1000 * s for p, c, i, b, s in rows]\n"
     )
     judge = f"{tmp_path / 'judge.py'}:judge"
-    config = tiny.train_config(max_prompt_length=40, max_completion_length=20)
-    names = [str(reward_folder), judge]
-    scorer = RewardFunctions.find(names, [2.0, -0.5], tiny.vocabulary(), config)
+    names, lengths = [str(reward_folder), judge], {"max_prompt_length": 40}
+    scorer = tiny.reward_functions(names, [2.0, -0.5], max_completion_length=20, **lengths)
     assert list(scorer.reward_models) == [str(reward_folder)]
     scorer.load(distributed.mesh())
     examples = [

@@ -31,11 +31,10 @@ from common.evaluation.records import BASELINES, REFERENCE, PairScores, read_sco
 from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load
-from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Sampler
-from common.text import synthetic
 
 STOP, PAD, LONGEST = 0, 1, 12
+LENGTHS = {"max_prompt_length": 60, "max_completion_length": LONGEST}
 WORDS = ["key", "dog", "house", "cake", "phone", "sister", "brother", "boss", "station", "park"]
 ROWS = [
     {
@@ -95,10 +94,9 @@ def arguments(folder: Path, output_dir: str) -> list[str]:
         "reward_models": [folder / "reward" / "model"],
         "reward_funcs": [f"{folder / 'judge.py'}:bonus", "length"],
         "judge_funcs": [f"{folder / 'judge.py'}:longer"],
-        "max_prompt_length": 60,
-        "max_completion_length": LONGEST,
         "micro_batch_size": 5,
         "num_prompts": len(ROWS),
+        **LENGTHS,
     }
     return [text for key, value in values.items() for text in ranks.flag(key, value)]
 
@@ -130,8 +128,8 @@ def lines(folder: Path, results: dict[str, Any]) -> list[dict[str, Any]]:
 def test_kl_and_entropy_are_those_of_transformers_logits(folder):
     with tiny.process_group():
         policies = [Policy(tiny.causal_lm("gpt2", seed=seed, vocab_size=300)) for seed in (3, 4)]
-        config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-        judges = RewardFunctions.find(["length"], [], tiny.vocabulary(), config)
+        config = tiny.train_config(**LENGTHS)
+        judges = tiny.reward_functions(["length"], **LENGTHS)
         prompts = [tiny.ragged_examples([(5 + i, 1)], vocab_size=300)[0] for i in range(6)]
         sampler = Sampler(policies[0], tiny.vocabulary([STOP]), config)
         rollouts = sampler.sample_shared(prompts, temperature=1.0, title="sampling")
@@ -155,8 +153,7 @@ def test_kl_and_entropy_are_those_of_transformers_logits(folder):
 
 
 def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
-    config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-    judges = RewardFunctions.find(["length"], [], tiny.vocabulary(), config)
+    judges = tiny.reward_functions(["length"], **LENGTHS)
     texts = [" a key", " a key" * 20, None, "  ", [{"role": "assistant", "content": " a key"}], 3]
     examples = [
         replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text}) for text in texts
@@ -173,10 +170,8 @@ def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
 
 def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
     """The text is the message's; the tokens are those a policy would have to write."""
-    tokenizer = synthetic.train_tokenizer(300)
-    tokenizer.chat_template = tiny.TURNS
-    config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-    judges = RewardFunctions.find(["length", "count:e"], [], tiny.vocabulary(of=tokenizer), config)
+    tokenizer = tiny.with_template(tiny.tokenizer(), tiny.TURNS)
+    judges = tiny.reward_functions(["length", "count:e"], of=tokenizer, **LENGTHS)
     asked, answer = ({"role": r, "content": c} for r, c in (("user", "why"), ("assistant", "the")))
     examples = [
         Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])

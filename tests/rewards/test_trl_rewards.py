@@ -6,7 +6,6 @@ A reward model of conversations that TRL trained has TRL's scores here, ours has
 judge of pairs and of rollouts.
 """
 
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,12 +83,11 @@ def rewards_by_trl(
 @pytest.mark.parametrize("is_text", [True, False])
 def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     (tmp_path / "judge.py").write_text(FILE)
-    tokenizer = copy.deepcopy(tiny.tokenizer())
-    tokenizer.chat_template = tiny.CHATML
+    tokenizer = tiny.with_template(tiny.tokenizer(), tiny.CHATML)
     names = ["judge", "always"] if is_text else ["judge", "always", "thinks"]
     paths = [f"{tmp_path / 'judge.py'}:{name}" for name in names]
-    config = tiny.train_config(max_prompt_length=40, max_completion_length=40)
-    scorer = RewardFunctions.find(paths, [], tiny.vocabulary(of=tokenizer), config)
+    lengths = {"max_prompt_length": 40, "max_completion_length": 40}
+    scorer = tiny.reward_functions(paths, of=tokenizer, **lengths)
 
     ids = [row + [0] for row in tokenizer(TEXTS, add_special_tokens=False)["input_ids"]]
     prompts = [messages[0]["content"] if is_text else messages for messages in ASKED]
@@ -145,20 +143,11 @@ ROWS = [
 ]
 
 
-def chatml_tokenizer(eos_token: str, vocab_size: int = 1024) -> Any:
-    """One whose template is ChatML, and whose vocabulary is another for another size."""
-    tokenizer = synthetic.train_tokenizer(vocab_size)
-    special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
-    tokenizer.add_special_tokens(special | {"eos_token": eos_token, "pad_token": "<|pad|>"})
-    tokenizer.chat_template = tiny.CHATML
-    return tokenizer
-
-
 @pytest.fixture(scope="module", params=["<|im_end|>", "<|endoftext|>"])
 def untrained(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier whose template is ChatML, with and without the eos at the end of its turns."""
     folder = tmp_path_factory.mktemp("chatml") / "model"
-    tokenizer = chatml_tokenizer(request.param)
+    tokenizer = tiny.chatml_tokenizer(request.param)
     tokenizer.save_pretrained(folder)
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
     tiny.classifier("llama", is_plain=True, **sizes).save_pretrained(folder)
@@ -250,7 +239,7 @@ def test_a_reward_model_trained_here_judges_pairs_as_in_trl(untrained: Path, tmp
 def test_a_reward_model_judges_rollouts_as_in_trl(untrained: Path, ending: str, vocab_size: int):
     """Also one that broke off, whose turn TRL closes, and one without a word."""
     own = AutoTokenizer.from_pretrained(untrained)
-    scorer, _ = judge_of(untrained, chatml_tokenizer(own.eos_token, vocab_size))
+    scorer, _ = judge_of(untrained, tiny.chatml_tokenizer(own.eos_token, vocab_size))
     (function,) = scorer.reward_models.values()
     assert function.same_ids is (vocab_size == 1024)
     tokenizer, texts = scorer.vocabulary.tokenizer, [row["chosen"][0]["content"] for row in ROWS]

@@ -5,7 +5,6 @@ assistant's last turn does and ends in the stop token, and a prompt of messages 
 """
 
 import copy
-import json
 from dataclasses import replace
 
 import pytest
@@ -15,35 +14,27 @@ from common.data import PromptGroup, collate
 from common.errors import UserError
 from common.evaluation.measure import judge_completions
 from common.rewards.models import RewardModelFunction
-from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.chat import TurnEnd, render, to_end_of_turn
 from common.text.rows import Row
 from common.text.tokenise import load_examples
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+LENGTHS = {"max_prompt_length": 60, "max_completion_length": 20}
 ANSWER, OTHER = ([{"role": "assistant", "content": text}] for text in ("Because.", "Ask again."))
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = synthetic.train_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return tiny.with_template(synthetic.train_tokenizer(), tiny.TURNS)
 
 
 def load(tmp_path, tokenizer, kind, row, **limits):
-    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    file = tiny.write_rows(tmp_path / "train.jsonl", [row])
     config = tiny.train_config(**({"max_prompt_length": 60} | limits))
-    stop_ids = [tokenizer.eos_token_id]
-    return load_examples(
-        config, str(tmp_path / "train.jsonl"), "train", kind, tiny.vocabulary(stop_ids, tokenizer)
-    )
+    vocabulary = tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
+    return load_examples(config, str(file), "train", kind, vocabulary)
 
 
 @pytest.mark.parametrize("truncation", ["tldr", "start"])
@@ -71,13 +62,7 @@ BEGUN = {"role": "assistant", "content": "It"}
 
 @pytest.fixture(scope="module")
 def chatml():
-    """A tokenizer whose turns end in a special token, which is its eos."""
-    tokenizer = synthetic.train_tokenizer()
-    tokenizer.add_special_tokens(
-        {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
-    )
-    tokenizer.chat_template = tiny.CHATML
-    return tokenizer
+    return tiny.chatml_tokenizer()
 
 
 def chat(*turns):
@@ -118,8 +103,8 @@ def test_a_pair_may_go_on_with_the_same_turns(tmp_path, chatml):
 
 def test_a_pair_that_is_not_two_answers_to_the_same_turns_is_refused(tmp_path, chatml):
     row = {"chosen": [USER, FIRST, AGAIN, SECOND], "rejected": [USER, THIRD, AGAIN, SECOND]}
-    told = "row 1: column 'chosen' has messages of assistant, user, assistant behind"
-    with pytest.raises(UserError, match=told):
+    sentence = "row 1: column 'chosen' has messages of assistant, user, assistant behind"
+    with pytest.raises(UserError, match=sentence):
         load(tmp_path, chatml, "preference", row)
 
 
@@ -128,8 +113,8 @@ def test_a_prompt_may_begin_the_answer(tmp_path, chatml):
     (example,) = load(tmp_path, chatml, "sft", row)
     assert example.prompt == chat(USER) + TURN + "It"
     assert chatml.decode(example.completions[0]) == " ends.<|im_end|>"
-    told = "row 1: column 'prompt' ends with an answer .* 'chat_template_kwargs'"
-    with pytest.raises(UserError, match=told):
+    sentence = "row 1: column 'prompt' ends with an answer .* 'chat_template_kwargs'"
+    with pytest.raises(UserError, match=sentence):
         load(tmp_path, chatml, "prompts", {"prompt": [USER, BEGUN]})
     for of_row in (row, {"prompt": [USER, BEGUN]}):
         of_row["chat_template_kwargs"] = {"continue_final_message": True}
@@ -148,22 +133,18 @@ def test_reward_functions_see_the_messages_and_answers_without_their_end(tmp_pat
         "    return [len(message['content']) for (message,) in completions]\n"
         "judge.answer = lambda completions: [m['content'] for (m,) in completions]\n"
     )
-    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    scorer = RewardFunctions.find(
-        [f"{tmp_path / 'judge.py'}:judge"], [], tiny.vocabulary(of=chatml), config
-    )
+    judge = [f"{tmp_path / 'judge.py'}:judge"]
+    scorer = tiny.reward_functions(judge, of=chatml, **LENGTHS)
     ids = [chatml(text, add_special_tokens=False)["input_ids"] for text in ("Yes.<|im_end|>", "Oh")]
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, False])
     scorer.check_rows([example])
     assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
-    found = judge_completions(scorer, [example], rollouts, rollouts.texts(chatml), [""])
-    assert [own.answers for own in found] == [{"judge": "Yes."}, {"judge": "Oh"}]
+    generations = judge_completions(scorer, [example], rollouts, rollouts.texts(chatml), [""])
+    assert [one.answers for one in generations] == [{"judge": "Yes."}, {"judge": "Oh"}]
 
     other = copy.deepcopy(chatml)  # which learns to write the end of the turn before its eos
     other.eos_token = "<|endoftext|>"
-    scorer = RewardFunctions.find(
-        [f"{tmp_path / 'judge.py'}:judge"], [], tiny.vocabulary(of=other), config
-    )
+    scorer = tiny.reward_functions(judge, of=other, **LENGTHS)
     ended = other("Yes.<|im_end|>\n<|endoftext|>", add_special_tokens=False)["input_ids"]
     rollouts = Rollouts.of([ended, ids[1]], [], [True, False])
     assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
@@ -197,12 +178,11 @@ def test_the_end_of_a_turn_is_found_in_any_template(chatml):
             "",
         ),
     ):
-        tokenizer = copy.deepcopy(chatml)
-        tokenizer.chat_template = template
+        tokenizer = tiny.with_template(chatml, template)
         for messages in ([USER], [USER, BEGUN]):
-            found = TurnEnd(messages, tokenizer)
-            assert found.text == end
-            assert found.ids == tokenizer(end, add_special_tokens=False)["input_ids"]
+            turn_end = TurnEnd(messages, tokenizer)
+            assert turn_end.text == end
+            assert turn_end.ids == tokenizer(end, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -230,11 +210,9 @@ def test_the_end_of_a_turn_is_there_once(chatml, written, stop):
 
 def test_a_judge_with_another_template_reads_messages_by_its_own(tmp_path, chatml):
     tiny.classifier("llama", vocab_size=len(chatml)).save_pretrained(tmp_path)
-    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    for template, is_same in ((tiny.CHATML, True), (None, True), (TEMPLATE, False)):
-        own = copy.deepcopy(chatml)
-        own.chat_template = template
-        own.save_pretrained(tmp_path)
+    config = tiny.train_config(**LENGTHS)
+    for template, is_same in ((tiny.CHATML, True), (None, True), (tiny.TURNS, False)):
+        tiny.with_template(chatml, template).save_pretrained(tmp_path)
         judge = RewardModelFunction(str(tmp_path), chatml, config)
         assert judge.reads_ids(is_chat=True) is is_same, template
         assert judge.reads_ids(is_chat=False)
@@ -245,8 +223,7 @@ def test_a_judge_that_cannot_read_messages_is_refused_before_it_is_loaded(tmp_pa
     (example,) = load(tmp_path, chatml, "prompts", {"prompt": [USER]})
     tiny.classifier("llama", vocab_size=300).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    scorer = RewardFunctions.find([str(tmp_path / "model")], [], tiny.vocabulary(of=chatml), config)
+    scorer = tiny.reward_functions([str(tmp_path / "model")], of=chatml, **LENGTHS)
     with pytest.raises(UserError, match="cannot render them"):
         scorer.check_rows([example])
 
@@ -256,19 +233,18 @@ def test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_load
 ):
     """80 tokens of prompt and completion, and 2 behind a completion that broke off."""
     (example,) = load(tmp_path, chatml, "prompts", {"prompt": [USER]})
-    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
     for positions in (81, 82):
         folder = tmp_path / str(positions)
         sizes = {"vocab_size": len(chatml), "max_position_embeddings": positions}
         tiny.classifier("llama", **sizes).save_pretrained(folder)
         chatml.save_pretrained(folder)
-        scorer = RewardFunctions.find([str(folder)], [], tiny.vocabulary(of=chatml), config)
+        scorer = tiny.reward_functions([str(folder)], of=chatml, **LENGTHS)
         scorer.check_rows([replace(example, messages=[])])
         if positions == 82:
             scorer.check_rows([example])
             continue
-        told = "--max_completion_length 20 plus the 2 tokens .* 81 positions"
-        with pytest.raises(UserError, match=told):
+        sentence = "--max_completion_length 20 plus the 2 tokens .* 81 positions"
+        with pytest.raises(UserError, match=sentence):
             scorer.check_rows([example])
 
 
@@ -286,8 +262,7 @@ def test_text_is_left_as_it_is(tokenizer):
     ],
 )
 def test_a_template_that_does_not_fit_is_refused(template, words):
-    tokenizer = synthetic.train_tokenizer()
-    tokenizer.chat_template = template
+    other = tiny.with_template(tiny.tokenizer(), template)
     with pytest.raises(UserError, match=words) as caught:
-        render({"prompt": ASKED, "completion": ANSWER}, "sft", tokenizer)
+        render({"prompt": ASKED, "completion": ANSWER}, "sft", other)
     assert "\n" not in str(caught.value)

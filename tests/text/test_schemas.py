@@ -16,7 +16,6 @@ import tiny
 
 from common import distributed
 from common.errors import UserError
-from common.text import synthetic
 from common.text.tokenise import load_examples
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
@@ -130,21 +129,17 @@ KINDS = ("sft", "preference", "prompts")
 @pytest.fixture(scope="module")
 def tokenizer():
     """One whose turns end in its eos; it has no bos."""
-    tokenizer = synthetic.train_tokenizer()
-    tokenizer.add_special_tokens({"eos_token": END, "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer = tiny.chatml_tokenizer()
     tokenizer.bos_token = None
-    tokenizer.chat_template = tiny.CHATML
     return tokenizer
 
 
 def read(tmp_path, tokenizer, kind, rows, **flags):
     """The examples that a stage makes of rows, which are those of its main data set."""
-    name = str(tmp_path / "train.jsonl")
-    tiny.write_rows(tmp_path / "train.jsonl", rows)
+    name = str(tiny.write_rows(tmp_path / "train.jsonl", rows))
     config = tiny.train_config(max_prompt_length=200, dataset_name=name, **flags)
-    return load_examples(
-        config, name, "train", kind, tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
-    )
+    vocabulary = tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
+    return load_examples(config, name, "train", kind, vocabulary)
 
 
 def texts(example, tokenizer):

@@ -4,7 +4,6 @@ The templates are of the kinds that model families have, written from their publ
 what each writes for an answer is written out by hand, and compared with `apply_chat_template` too.
 """
 
-import copy
 import json
 from typing import Any, NamedTuple
 
@@ -171,12 +170,9 @@ def tokenizer_of(kind: Kind) -> Any:
 
 
 def load(tmp_path, tokenizer, *rows, kind="sft", stops=(), **limits) -> Any:
-    tiny.write_rows(tmp_path / "train.jsonl", rows)
-    config = tiny.train_config(
-        dataset_name=str(tmp_path / "train.jsonl"),
-        dataset_test_split="",
-        **({"max_prompt_length": 400, "max_completion_length": 120} | limits),
-    )
+    name = str(tiny.write_rows(tmp_path / "train.jsonl", rows))
+    fields = {"max_prompt_length": 400, "max_completion_length": 120} | limits
+    config = tiny.train_config(dataset_name=name, dataset_test_split="", **fields)
     stop_ids = tokenizer.convert_tokens_to_ids([*stops]) or [tokenizer.eos_token_id]
     return data.load_splits(config, kind, tiny.vocabulary(stop_ids, tokenizer))[0]
 
@@ -231,9 +227,9 @@ def test_every_form_is_the_same_conversation(tmp_path, chatml, capsys, row: dict
     found = load(tmp_path, chatml, row)
     assert decoded(chatml, found) == decoded(chatml, expected)
     assert len(found) == 2
-    told = capsys.readouterr().out
-    assert "rows are the answers of 1 conversations" in told
-    assert r"user\nWhy?<|im_end|>\n<|im_start|>assistant\n[[Because.<|im_end|>]]" in told
+    printed = capsys.readouterr().out
+    assert "rows are the answers of 1 conversations" in printed
+    assert r"user\nWhy?<|im_end|>\n<|im_start|>assistant\n[[Because.<|im_end|>]]" in printed
 
 
 def test_answers_may_follow_each_other_go_on_with_a_prompt_and_be_left_out(tmp_path, chatml):
@@ -270,7 +266,7 @@ def test_answers_may_follow_each_other_go_on_with_a_prompt_and_be_left_out(tmp_p
     ],
 )
 def test_a_prompt_that_is_another_one_in_use_is_refused(tmp_path, chatml, template: str):
-    tokenizer = with_template(chatml, template)
+    tokenizer = tiny.with_template(chatml, template)
     with pytest.raises(UserError, match="writes a prompt differently once an answer follows, '"):
         load(tmp_path, tokenizer, {"messages": [SYSTEM, ASKED, ONE]})
 
@@ -284,16 +280,21 @@ def test_the_report_counts_conversations_and_answers_that_the_template_cuts(tmp_
     )
     rows = [{"messages": [ASKED, ONE, AGAIN, TWO]}, {"messages": [ASKED, thought]}]
     load(tmp_path, dropping, *rows, max_dropped_fraction=0.5)
-    told = capsys.readouterr().out
-    assert "train: 2 of 3 rows (1 answer left out in part" in told
-    assert "rows are the answers of 2 conversations" in told
+    printed = capsys.readouterr().out
+    assert "train: 2 of 3 rows (1 answer left out in part" in printed
+    assert "rows are the answers of 2 conversations" in printed
+
+
+def judge_with(folder, tokenizer: Any, policy_tokenizer: Any) -> tuple[RewardModelFunction, Any]:
+    """A reward model with its tokenizer as a judge of a policy, and the policy's config."""
+    tiny.classifier("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
+    return RewardModelFunction(str(folder), policy_tokenizer, config), config
 
 
 def test_a_judge_reads_messages_without_a_further_bos(tmp_path, chatml):
-    tiny.classifier("llama", vocab_size=len(chatml)).save_pretrained(tmp_path)
-    chatml.save_pretrained(tmp_path)
-    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    judge = RewardModelFunction(str(tmp_path), chatml, config)
+    judge, _ = judge_with(tmp_path, chatml, chatml)
     prompt_ids, _ = judge.retokenised([[ASKED], "Why?"], [[TWO], " So"], [True, True])
     starts = [chatml.decode(ids)[:12] for ids in prompt_ids]
     assert starts == ["<|im_start|>", "<|bos|>Why?"]
@@ -312,15 +313,9 @@ TOOLS = (
 SCHEMA = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
-def with_template(tokenizer: Any, template: str) -> Any:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 @pytest.mark.parametrize("tools", [SCHEMA, json.dumps(SCHEMA)])
 def test_tools_and_calls_reach_the_template(tmp_path, chatml, tools: Any):
-    tokenizer = with_template(chatml, TOOLS)
+    tokenizer = tiny.with_template(chatml, TOOLS)
     messages = [{**ASKED, "tool_calls": None}, CALL, TOOL, TWO]  # null: Parquet's, of other rows
     examples = load(tmp_path, tokenizer, {"messages": messages, "tools": tools})
     assert examples[0].prompt.startswith("<tools>add\n<|im_start|>user\nWhy?<|im_end|>\n")
@@ -341,10 +336,8 @@ def test_tools_and_calls_reach_the_template(tmp_path, chatml, tools: Any):
 @pytest.mark.usefixtures("process_group")
 def test_a_judge_with_another_template_is_told_of_the_tools(tmp_path, chatml, monkeypatch):
     """By GRPO's rewards and by evaluate.py, which scores the completions of pairs."""
-    tiny.classifier("llama", vocab_size=len(chatml)).save_pretrained(tmp_path)
-    with_template(chatml, "{{ mood }}" + TOOLS.replace("{{ mood }}", "")).save_pretrained(tmp_path)
-    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    judge = RewardModelFunction(str(tmp_path), chatml, config)
+    template = "{{ mood }}" + TOOLS.replace("{{ mood }}", "")
+    judge, config = judge_with(tmp_path, tiny.with_template(chatml, template), chatml)
     options = {"tools": SCHEMA, "chat_template_kwargs": {"mood": "Hm. "}}
     read: list[data.PromptGroup] = []
     rewards = lambda groups: read.extend(groups) or [0.0] * sum(len(p.slots) for p in groups)  # noqa: E731
