@@ -140,6 +140,13 @@ def tokenizer() -> Any:
     return synthetic.train_tokenizer(300)
 
 
+def save(lm: Any, folder: Path, of: Any = None) -> str:
+    """Write a model and a tokenizer (default: `tokenizer`) into a folder; the folder's path."""
+    lm.save_pretrained(folder)
+    (of or tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
 def chatml_tokenizer(eos_token: str = "<|im_end|>", vocab_size: int = 1024) -> Any:
     """The embedded task's tokenizer with a ChatML template, whose turns end in a special token."""
     chatml = synthetic.train_tokenizer(vocab_size)

@@ -190,11 +190,10 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
 @pytest.mark.usefixtures("process_group", "without_pictures")
 def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     """Unless it is to be trained again, or what it starts from or learns from is newer."""
-    tiny.causal_lm("gpt2", is_plain=True, vocab_size=300).save_pretrained(tmp_path / "start")
-    tiny.tokenizer().save_pretrained(tmp_path / "start")
-    flags = {"model_name_or_path": str(tmp_path / "start"), "output_dir": str(tmp_path / "run")}
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    lm = tiny.causal_lm("gpt2", is_plain=True, vocab_size=300)
+    start = tiny.save(lm, tmp_path / "start")
+    flags = {"model_name_or_path": start, "output_dir": str(tmp_path / "run")}
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 8)
     flags |= {
         "dataset_name": str(rows),
         "max_prompt_length": 64,

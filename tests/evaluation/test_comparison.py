@@ -6,6 +6,7 @@ policies in every reading; the numbers of `results.json` follow from `scores.jso
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,9 +48,9 @@ def table_of(**systems: list[list[float]]) -> PairScores:
 
 
 def pair(row: int, **facts: Any) -> dict[str, Any]:
-    known = {"dataset": "d", "split": "s", "row": row, "prompt_sha256": f"{row}", "source": "tldr"}
-    known |= {"label_probability": None, "chosen_tokens": 10, "rejected_tokens": 10}
-    return known | facts
+    usual = {"dataset": "d", "split": "s", "row": row, "prompt_sha256": f"{row}", "source": "tldr"}
+    usual |= {"label_probability": None, "chosen_tokens": 10, "rejected_tokens": 10}
+    return usual | facts
 
 
 # ---- one policy, several readings ----------------------------------------------------------------
@@ -236,43 +237,40 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) ->
     other = PreTrainedTokenizerFast(
         tokenizer_object=tiny.tokenizer().backend_tokenizer, eos_token="<|endoftext|>"
     )
-    own, foreign = {"vocab_size": len(tokenizer)}, {"vocab_size": 300}
-    torch.manual_seed(0)
+    shape = {"is_plain": True, "vocab_size": len(tokenizer), "n_positions": 192}
+    foreign = {"is_plain": True, "vocab_size": 300, "max_position_embeddings": 512}
     with tiny.process_group():
         models = {
-            "sft": tiny.causal_lm("gpt2", seed=0, is_plain=True, n_positions=192, **own),
-            "dpo": tiny.causal_lm("gpt2", seed=1, is_plain=True, n_positions=192, **own),
-            "reward": tiny.classifier("gpt2", is_plain=True, n_positions=192, **own),
-            "foreign": tiny.classifier(
-                "llama", is_plain=True, max_position_embeddings=512, **foreign
-            ),
+            "sft": tiny.causal_lm("gpt2", seed=0, **shape),
+            "dpo": tiny.causal_lm("gpt2", seed=1, **shape),
+            "reward": tiny.classifier("gpt2", **shape),
+            "foreign": tiny.classifier("llama", **foreign),
         }
     for name, model in models.items():
-        model.save_pretrained(root / name / "model")
-        (other if name == "foreign" else tokenizer).save_pretrained(root / name / "model")
+        tiny.save(model, root / name / "model", other if name == "foreign" else tokenizer)
     (root / "dpo" / "config.yaml").write_text(yaml.safe_dump({"beta": 0.3}))
     return root
+
+
+def evaluate_pairs(folders: Path, name: str, policies: Sequence[str], **fields: Any) -> Path:
+    """The folder of an evaluation of these policies."""
+    paths = [str(folders / policy / "model") for policy in policies]
+    flags = {"output_dir": str(folders / name), "policies": paths, "num_eval_rows": NUM_PAIRS}
+    with tiny.process_group():
+        evaluate.main(evaluate.EvaluateConfig(**flags, **LENGTHS, **fields))
+    return folders / name
 
 
 @pytest.fixture(scope="module")
 def evaluation(folders: Path) -> Path:
     """The folder of an evaluation of all of them."""
     judges = [str(folders / name / "model") for name in ("reward", "foreign")]
-    config = evaluate.EvaluateConfig(
-        output_dir=str(folders / "evaluation"),
-        policies=[str(folders / name / "model") for name in ("sft", "dpo")],
-        reward_models=judges,
-        policy_scores=["implicit_reward", "logp_per_token"],
-        num_eval_rows=NUM_PAIRS,
-        num_prompts=2,
-        **LENGTHS,
-    )
-    with tiny.process_group():
-        evaluate.main(config)
-    return folders / "evaluation"
+    readings = ["implicit_reward", "logp_per_token"]
+    fields = {"reward_models": judges, "policy_scores": readings, "num_prompts": 2}
+    return evaluate_pairs(folders, "evaluation", ["sft", "dpo"], **fields)
 
 
-def test_the_file_alone_gives_every_number_again(evaluation: Path):
+def test_the_file_alone_gives_every_number_again_and_the_report_shows_them(evaluation: Path):
     results = json.loads((evaluation / "results.json").read_text())
     table = records.read_scores(evaluation / "scores.jsonl")
     assert json.loads(json.dumps(summary.compare(table))) == results["comparison"]
@@ -295,6 +293,9 @@ def test_the_file_alone_gives_every_number_again(evaluation: Path):
     first = {"sft": "sft logp", "dpo": "dpo implicit_reward"}
     assert main_rows == pytest.approx({n: by_hand[first.get(n, n)] for n in main_rows})
     assert set(main_rows) == {"reward", "foreign", "sft", "dpo"}
+    report = (evaluation / "report.md").read_text()
+    sections = tables.comparison_sections(results["comparison"])
+    assert all(section.title in report for section in sections)
 
 
 @torch.no_grad()
@@ -322,33 +323,17 @@ def test_scores_are_those_of_transformers_on_single_texts(folders: Path, evaluat
                 "reward": float(judges["reward"](ids).logits),
                 "foreign": float(judges["foreign"](torch.tensor([foreign])).logits),
             }
-            found = {name: table.scores[name][i, side] for name in expected}
-            assert found == pytest.approx(expected, abs=2e-4)
+            scores = {name: table.scores[name][i, side] for name in expected}
+            assert scores == pytest.approx(expected, abs=2e-4)
         line = table.pairs[i]
         assert line["label_probability"] == row["label_probability"]
 
 
-def test_the_report_shows_the_comparison(evaluation: Path):
-    report = (evaluation / "report.md").read_text()
-    results = json.loads((evaluation / "results.json").read_text())
-    for part in tables.comparison_sections(results["comparison"]):
-        assert part.title in report
-
-
 @torch.no_grad()
 def test_the_stop_token_is_left_out_of_scores(folders: Path):
-    config = evaluate.EvaluateConfig(
-        output_dir=str(folders / "second"),
-        policies=[str(folders / "dpo" / "model")],
-        policy_scores=["logp_per_token"],
-        score_stop_token=False,
-        num_eval_rows=NUM_PAIRS,
-        num_prompts=0,
-        **LENGTHS,
-    )
-    with tiny.process_group():
-        evaluate.main(config)
-    table = records.read_scores(folders / "second" / "scores.jsonl")
+    fields = {"policy_scores": ["logp_per_token"], "score_stop_token": False, "num_prompts": 0}
+    folder = evaluate_pairs(folders, "second", ["dpo"], **fields)
+    table = records.read_scores(folder / "scores.jsonl")
     lm = AutoModelForCausalLM.from_pretrained(folders / "dpo" / "model")
     tokenizer = AutoTokenizer.from_pretrained(folders / "dpo" / "model")
     row = synthetic.make_rows("preference", "validation", 1)[0]
@@ -375,8 +360,8 @@ def test_two_ranks_share_the_pairs_of_a_model_of_another_vocabulary(
 ):
     table = records.read_scores(evaluation / "scores.jsonl")
     expected = table.scores["foreign"][:5]
-    for found in launch(foreign_rewards, 2, tmp_path, root=str(folders)):
-        assert np.array(found) == pytest.approx(expected, abs=1e-5)
+    for rewards in launch(foreign_rewards, 2, tmp_path, root=str(folders)):
+        assert np.array(rewards) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_policy_with_another_tokenizer_is_refused(folders: Path):

@@ -1,4 +1,4 @@
-"""Claim: what is said of generations is right, and is a function of completions.jsonl alone.
+"""Claim: the numbers of generations are right, and are a function of completions.jsonl alone.
 
 Targets: transformers' own logits on single rows, Google's rouge-score, plain sums over the lines of
 the file; the same lines from 1 and from 2 ranks.
@@ -70,8 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lm = tiny.causal_lm("gpt2", seed=seed, vocab_size=300, is_plain=True)
         with torch.no_grad():  # a stop token that is drawn often enough
             lm.transformer.ln_f.bias += 8.0 * lm.lm_head.weight[STOP]
-        lm.save_pretrained(path / name / "model")
-        tiny.tokenizer().save_pretrained(path / name / "model")
+        tiny.save(lm, path / name / "model")
     with tiny.process_group():
         lm = tiny.classifier("llama", vocab_size=300, pad_id=PAD)
         model = fsdp.shard(RewardModel(lm), tiny.train_config(), distributed.mesh())
@@ -134,22 +133,22 @@ def test_kl_and_entropy_are_those_of_transformers_logits(folder):
         sampler = Sampler(policies[0], tiny.vocabulary([STOP]), config)
         rollouts = sampler.sample_shared(prompts, temperature=1.0, title="sampling")
         arguments = (judges, prompts, rollouts, config)
-        found = measure.measure_completions(*policies, *arguments, 1.0)
+        measured = measure.measure_completions(*policies, *arguments, 1.0)
         itself = measure.measure_completions(policies[0], policies[0], *arguments, 1.0)
         colder = measure.measure_completions(*policies, *arguments, 0.7)
     plain = [tiny.causal_lm("gpt2", seed=seed, vocab_size=300, is_plain=True) for seed in (3, 4)]
-    for example, ids, own in zip(prompts, rollouts.completion_ids, found, strict=True):
+    for example, ids, one in zip(prompts, rollouts.completion_ids, measured, strict=True):
         logps = [tiny.plain_logits(lm, example.prompt_ids, ids).log_softmax(-1) for lm in plain]
         drawn = [values[torch.arange(len(ids)), ids].sum() for values in logps]
-        assert own.kl == pytest.approx(float(drawn[0] - drawn[1]), abs=1e-4)
+        assert one.kl == pytest.approx(float(drawn[0] - drawn[1]), abs=1e-4)
         entropy = -(logps[0].exp() * logps[0]).sum(-1).mean()
-        assert own.entropy == pytest.approx(float(entropy), abs=1e-4)
-        assert own.rewards == {"length": -len(ids)}
-        assert own.num_tokens == len(ids)
-    assert len({round(own.kl, 3) for own in found}) == 6
-    assert [own.kl for own in itself] == [0] * 6
-    assert [own.kl for own in colder] == [None] * 6
-    assert [own.entropy for own in colder] == [own.entropy for own in found]
+        assert one.entropy == pytest.approx(float(entropy), abs=1e-4)
+        assert one.rewards == {"length": -len(ids)}
+        assert one.num_tokens == len(ids)
+    assert len({round(one.kl, 3) for one in measured}) == 6
+    assert [one.kl for one in itself] == [0] * 6
+    assert [one.kl for one in colder] == [None] * 6
+    assert [one.entropy for one in colder] == [one.entropy for one in measured]
 
 
 def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
@@ -158,9 +157,9 @@ def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
     examples = [
         replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text}) for text in texts
     ]
-    found = measure.reference_completions(judges, examples, LONGEST)
-    assert sorted(found) == [0, 1, 4]
-    short, long, message = found.values()
+    references = measure.reference_completions(judges, examples, LONGEST)
+    assert sorted(references) == [0, 1, 4]
+    short, long, message = references.values()
     assert (short.completion, short.stopped) == (texts[0], True)
     assert short.num_tokens == 1 + len(tiny.tokenizer()(texts[0])["input_ids"])
     assert (long.completion, long.num_tokens, long.stopped) == (texts[1], LONGEST, False)
@@ -177,12 +176,12 @@ def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
         Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])
         for completion in ([answer], "the")
     ]
-    found = measure.reference_completions(judges, examples, LONGEST)
-    assert len(found) == 2
-    for own in found.values():
+    references = measure.reference_completions(judges, examples, LONGEST)
+    assert len(references) == 2
+    for one in references.values():
         num_tokens = len(tokenizer("the")["input_ids"]) + 1
-        assert (own.completion, own.num_tokens, own.stopped) == ("the", num_tokens, True)
-        assert own.rewards == {"length": -num_tokens, "count:e": 1}
+        assert (one.completion, one.num_tokens, one.stopped) == ("the", num_tokens, True)
+        assert one.rewards == {"length": -num_tokens, "count:e": 1}
 
 
 # ---- the whole evaluation ------------------------------------------------------------------------

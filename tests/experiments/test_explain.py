@@ -57,8 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> 
     judge = tiny.classifier("gpt2", **shape)
     for name, lm in (("policy", policy), ("other", other), ("judge", judge)):
         lm.config.pad_token_id = tokenizer.pad_token_id
-        lm.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        tiny.save(lm, folder / name, tokenizer)
     (folder / "rewards.py").write_text(REWARDS)
     tiny.write_rows(folder / "rows/train.jsonl", ROWS)
     return folder

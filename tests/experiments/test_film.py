@@ -182,10 +182,10 @@ def check_measured(seed: Path) -> None:
             ids = torch.tensor([[*prompt, *completion]])
             for name, judge in judges.items():
                 assert values[name][n][k] == pytest.approx(judge(ids).logits.item(), abs=1e-4)
-            logps = {}
-            for name, lm in policies.items():
-                scores = lm(ids).logits[0, :-1].log_softmax(-1)
-                logps[name] = scores.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum().item()
+            logps = {
+                name: tiny.plain_logps(lm, prompt, completion).sum().item()
+                for name, lm in policies.items()
+            }
             difference = logps["pi"] - logps["ref"]
             assert values["log_ratio"][n][k] == pytest.approx(difference, abs=1e-3)
             assert values["fluency"][n][k] == pytest.approx(

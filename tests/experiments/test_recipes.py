@@ -197,8 +197,7 @@ def save_model(folder: Path) -> None:
         lm.transformer.ln_f.bias += (
             math.log(len(tokenizer) / 10) * direction / direction.square().sum()
         )
-    lm.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tiny.save(lm, folder, tokenizer)
 
 
 def run_stage(chain: str, stage: str, **flags: int) -> None:
@@ -350,8 +349,7 @@ def save_classifier(folder: Path) -> None:
     }
     config = BertConfig(**shape, **labels, num_labels=2, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(0)
-    BertForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tiny.save(BertForSequenceClassification(config), folder, tokenizer)
 
 
 def test_rows_of_gsm8k_are_conversations_with_a_final_answer(working_directory):

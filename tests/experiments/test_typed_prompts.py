@@ -21,12 +21,6 @@ IN_FORM = f"SUBREDDIT: r/tifu\n\n{chat.TITLE}\n\nPOST: {POST}\n\nTL;DR:"
 MESSAGES = [{"role": "user", "content": POST}]
 
 
-def tokenizer_of(folder, template):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def sample_of(tokenizer):
     """A prompt in the samples of a run on conversations."""
     asked = [{"role": "user", "content": "Why?"}]
@@ -47,7 +41,7 @@ def sample_of(tokenizer):
 def test_ids_are_those_that_a_stage_reads(
     tmp_path, tokenizer_folder, template, trained_on, typed, expected
 ):
-    tokenizer = tokenizer_of(tokenizer_folder, template)
+    tokenizer = tiny.with_template(AutoTokenizer.from_pretrained(tokenizer_folder), template)
     sample = sample_of(tokenizer) if trained_on == "messages" else SAMPLE if trained_on else ""
     file = tiny.write_rows(tmp_path / "train.jsonl", [{"prompt": expected}])
     config, vocabulary = tiny.train_config(max_prompt_length=128), tiny.vocabulary(of=tokenizer)
@@ -61,10 +55,9 @@ def folders(tmp_path_factory, tokenizer_folder):
     paths = []
     for seed, template in enumerate([None, tiny.CHATML]):
         path = tmp_path_factory.mktemp("run") / "model"
-        tokenizer = tokenizer_of(tokenizer_folder, template)
+        tokenizer = tiny.with_template(AutoTokenizer.from_pretrained(tokenizer_folder), template)
         shape = {"vocab_size": len(tokenizer), "n_positions": 192}
-        tiny.causal_lm("gpt2", seed=seed, is_plain=True, **shape).save_pretrained(path)
-        tokenizer.save_pretrained(path)
+        tiny.save(tiny.causal_lm("gpt2", seed=seed, is_plain=True, **shape), path, tokenizer)
         path.with_name("config.yaml").write_text("max_completion_length: 12\n")
         sample = {"prompt": sample_of(tokenizer) if template else SAMPLE}
         path.with_name("samples.jsonl").write_text(json.dumps(sample) + "\n")

@@ -1,16 +1,9 @@
 """Sharding: the right units, one reader of the weights, summed gradients, a faithful replica.
 
-- The decoder blocks of GPT-2, Llama and Qwen2 become units, wherever the language model sits.
-- Only rank 0 reads weights; every rank ends up with its part of the same model, tied or not, with a
-  vocabulary that was extended or not.
-- A gradient is the sum over micro-batches and ranks of what autograd gives on one process; when it
-  is reduced is in `test_shard_gradients`.
-- Under bfloat16 blocks compute in bfloat16 and the reward head in float32; a frozen model is held
-  in bfloat16 and computes the same.
-- Parts that are swapped for quicker ones compute the same and leave no trace in an exported model.
-- The replica that samples has the policy's weights, needs no other rank, and is freed afterwards.
-- Ranks that sample unequal numbers of prompts draw what one process draws; a gradient that is not
-  finite on one rank, or a parameter that differs, stops both.
+Two ranks hold their parts of the model that transformers reads, and their gradients are the sums
+that autograd gives on one process; when they are reduced is in `test_shard_gradients`. Parts that
+are swapped for quicker ones compute the same and leave no trace in an exported model. The replica
+has the policy's weights, draws what one process draws, and needs no other rank.
 """
 
 import json
@@ -456,11 +449,7 @@ def test_gradients_are_sums_over_micro_batches_and_ranks(
     del seen  # whose ranks wrote the file
     lm = AutoModelForCausalLM.from_pretrained(folder / name / "whole", dtype=torch.float32)
     for example in tiny.ragged_examples(LENGTHS):
-        (completion,) = example.completions
-        ids = torch.tensor([example.prompt_ids + completion])  # (1, T), no padding
-        logps = lm(input_ids=ids).logits[:, :-1].log_softmax(-1)  # (1, T-1, V)
-        logps = logps.gather(-1, ids[:, 1:, None])[:, -len(completion) :]
-        (-logps.sum()).backward()
+        (-tiny.plain_logps(lm, example.prompt_ids, *example.completions).sum()).backward()
     gradients = load_file(folder / name / "gradients.safetensors")
     for key, parameter in lm.named_parameters():
         torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-4)

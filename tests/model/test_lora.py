@@ -1,14 +1,8 @@
 """Claim: LoRA trains adapters and nothing else, and everyone sees the model that they make.
 
-- Adapters sit on the linear layers of the blocks. A new one changes nothing, to the bit.
-- Their gradients are those of the merged weights by the chain rule; nothing else has one or moves.
-- Both layouts, recomputed activations, bfloat16, 1 and 2 ranks, and a resumed run agree as they do
-  without LoRA.
-- The sampler, the exported model and the exported adapter are the trained policy; of a reward model
-  the head is trained too, and peft reads both.
-- The reference is the policy as it started: the base. A second model loaded from the same weights
-  gives the same run.
-- An adapter to start from is refused, and the lines of `docs/objectives.md` merge it.
+Gradients are those of the merged weights by the chain rule. Layouts, ranks and resumed runs agree
+as they do without LoRA. The sampler and what is exported are the trained policy, by peft too; the
+reference is the policy as it started, as a second model of the same weights would be.
 """
 
 import json
@@ -61,10 +55,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A folder with weights and tokenizer for each family."""
     folders = {}
     for family, fields in {**dict.fromkeys(FAMILIES, {}), "qwen3_moe": MIXTURE}.items():
-        folder = tmp_path_factory.mktemp(family)
-        tiny.causal_lm(family, vocab_size=300, is_plain=True, **fields).save_pretrained(folder)
-        tiny.tokenizer().save_pretrained(folder)
-        folders[family] = str(folder)
+        lm = tiny.causal_lm(family, vocab_size=300, is_plain=True, **fields)
+        folders[family] = tiny.save(lm, tmp_path_factory.mktemp(family))
     return folders
 
 
@@ -112,12 +104,6 @@ def train(policy: Policy, num_steps: int = 3, **fields: Any) -> Policy:
         loss_of(policy, batch_of()).backward()
         optim.clip_and_step(policy, optimizer, config, step, 100)
     return policy
-
-
-def plain_policy(path: str) -> Policy:
-    """A folder as transformers alone reads it."""
-    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return Policy(lm.to(distributed.device()).eval())
 
 
 # ---- what has adapters, and what they are --------------------------------------------------------
@@ -354,7 +340,7 @@ def test_an_adapter_to_start_from_is_merged_by_the_lines_of_the_page(
     export.save_pretrained(policy, tiny.vocabulary(), tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).resolve().parents[2] / "docs" / "objectives.md").read_text()
-    (lines,) = (part for part in page.split("```") if "merge_and_unload" in part)
+    (lines,) = (block for block in page.split("```") if "merge_and_unload" in block)
     exec(lines.removeprefix("python\n"))
     tiny.tokenizer().save_pretrained("merged")
     for lora_r in (0, 4):
@@ -362,10 +348,10 @@ def test_an_adapter_to_start_from_is_merged_by_the_lines_of_the_page(
             new_policy("adapter", lora_r=lora_r)
         merged = new_policy("merged", lora_r=lora_r)
         torch.testing.assert_close(logps_of(merged), logps_of(policy), rtol=0, atol=2e-5)
-    for exported in ("model", "merged"):
-        torch.testing.assert_close(
-            logps_of(plain_policy(exported)), logps_of(policy), rtol=0, atol=2e-5
-        )
+    for exported in ("model", "merged"):  # by transformers alone
+        lm = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+        logps = logps_of(Policy(lm.to(distributed.device()).eval()))
+        torch.testing.assert_close(logps, logps_of(policy), rtol=0, atol=2e-5)
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -68,10 +68,7 @@ def update(module: nn.Module, loss: Callable[[], Tensor], config: TrainConfig) -
 
 def save_policy(folder: Path, family: str = "gpt2", tokenizer: Any = None, **fields: Any) -> str:
     """A policy folder by transformers' own means."""
-    lm = tiny.causal_lm(family, **({"vocab_size": 300} | fields))
-    lm.save_pretrained(folder)
-    (tokenizer or tiny.tokenizer()).save_pretrained(folder)
-    return str(folder)
+    return tiny.save(tiny.causal_lm(family, **({"vocab_size": 300} | fields)), folder, tokenizer)
 
 
 def eos_padded_tokenizer() -> PreTrainedTokenizerFast:

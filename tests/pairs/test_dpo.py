@@ -114,8 +114,7 @@ def save_model(folder: Path, tokenizer_folder: Path, seed: int) -> None:
         lm.transformer.wte.weight *= 5
         lm.transformer.wte.weight[eos] = 0.25
         lm.transformer.ln_f.bias += 0.5
-    lm.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tiny.save(lm, folder, tokenizer)
 
 
 def uneven_first_step(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:

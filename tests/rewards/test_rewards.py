@@ -323,22 +323,19 @@ def test_gold_scores_the_embedded_task():
 def test_a_classifier_that_transformers_saved_gives_its_own_logits(tmp_path, process_group, family):
     """In bfloat16, without a word of this project in its folder."""
     lm = tiny.classifier(family, vocab_size=300, is_plain=True, pad_id=1).to(torch.bfloat16)
-    lm.save_pretrained(tmp_path / "judge")
-    tiny.tokenizer().save_pretrained(tmp_path / "judge")
+    folder = tiny.save(lm, tmp_path / "judge")
     texts = ["my key is lost", " the key", " a dog is lost too"]
     prompt, *ids = tiny.tokenizer()(texts, add_special_tokens=False)["input_ids"]
     lengths = {"max_prompt_length": 20, "max_completion_length": 20}
-    scorer = tiny.reward_functions([str(tmp_path / "judge")], **lengths)
+    scorer = tiny.reward_functions([folder], **lengths)
     scorer.load(distributed.mesh())
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, True])
-    found = scorer.score([Example(0, texts[0], prompt, [], {})], rollouts).total[0]
-    plain = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "judge", dtype=torch.float32
-    )
+    rewards = scorer.score([Example(0, texts[0], prompt, [], {})], rollouts).total[0]
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = [plain(torch.tensor([prompt + row])).logits[0, 0] for row in ids]
-    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-5)
-    assert abs(found[0] - found[1]) > 1e-2
+    torch.testing.assert_close(rewards, torch.stack(expected), rtol=0, atol=1e-5)
+    assert abs(rewards[0] - rewards[1]) > 1e-2
 
 
 def judged(name: str, *completions: str, **columns: list[Any]) -> list[float | None]:

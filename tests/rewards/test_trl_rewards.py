@@ -104,14 +104,14 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     ]
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True] * 4)
     scorer.check_rows(examples)
-    found = scorer.score(examples, rollouts, step=3, total_steps=9)
+    scored = scorer.score(examples, rollouts, step=3, total_steps=9)
     functions = list(scorer.functions.values())
     inputs = [
         {"prompt": prompts[i // 2], **{name: values[i // 2] for name, values in COLUMNS.items()}}
         for i in range(4)
     ]
     theirs = rewards_by_trl(functions, inputs, TEXTS, ids)
-    ours = torch.stack([values.flatten() for values in found.by_function.values()], 1)
+    ours = torch.stack([values.flatten() for values in scored.by_function.values()], 1)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     assert ours[:, 0].tolist()[:3] == [1, 1, 1]
     assert ours[3, 0].isnan()
@@ -128,8 +128,8 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     assert [(s.global_step, s.max_steps) for s in states] == [(3, 9)] * 2
     here["log_extra"]("column", ["value"] * 4)
     here["log_metric"]("metric", 0.5)
-    assert found.log.columns == {"column": ["value"] * 4}
-    assert found.log.metrics == {"metric": [0.5]}
+    assert scored.log.columns == {"column": ["value"] * 4}
+    assert scored.log.metrics == {"metric": [0.5]}
 
 
 # ---- reward models of conversations --------------------------------------------------------------
@@ -146,12 +146,10 @@ ROWS = [
 @pytest.fixture(scope="module", params=["<|im_end|>", "<|endoftext|>"])
 def untrained(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier whose template is ChatML, with and without the eos at the end of its turns."""
-    folder = tmp_path_factory.mktemp("chatml") / "model"
     tokenizer = tiny.chatml_tokenizer(request.param)
-    tokenizer.save_pretrained(folder)
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
-    tiny.classifier("llama", is_plain=True, **sizes).save_pretrained(folder)
-    return folder
+    lm = tiny.classifier("llama", is_plain=True, **sizes)
+    return Path(tiny.save(lm, tmp_path_factory.mktemp("chatml") / "model", tokenizer))
 
 
 def reward_trainer(folder: Path, output_dir: Path) -> RewardTrainer:
@@ -238,8 +236,8 @@ def test_a_reward_model_trained_here_judges_pairs_as_in_trl(untrained: Path, tmp
 @pytest.mark.parametrize("vocab_size", [1024, 300])
 def test_a_reward_model_judges_rollouts_as_in_trl(untrained: Path, ending: str, vocab_size: int):
     """Also one that broke off, whose turn TRL closes, and one without a word."""
-    own = AutoTokenizer.from_pretrained(untrained)
-    scorer, _ = judge_of(untrained, tiny.chatml_tokenizer(own.eos_token, vocab_size))
+    of_judge = AutoTokenizer.from_pretrained(untrained)
+    scorer, _ = judge_of(untrained, tiny.chatml_tokenizer(of_judge.eos_token, vocab_size))
     (function,) = scorer.reward_models.values()
     assert function.same_ids is (vocab_size == 1024)
     tokenizer, texts = scorer.vocabulary.tokenizer, [row["chosen"][0]["content"] for row in ROWS]
@@ -252,9 +250,9 @@ def test_a_reward_model_judges_rollouts_as_in_trl(untrained: Path, ending: str, 
     asked = tokenizer([tokenizer.apply_chat_template(p, **turn) for p in prompts])["input_ids"]
     examples = [Example(i, "", asked[i], [], {}, messages=prompts[i]) for i in range(len(ROWS))]
     has_stop = [ending == "stops"] * len(ROWS)
-    found = scorer.score(examples, Rollouts.of(ids, [], has_stop)).total.flatten()
+    rewards = scorer.score(examples, Rollouts.of(ids, [], has_stop)).total.flatten()
 
     lm = AutoModelForSequenceClassification.from_pretrained(untrained)
-    lm.config.pad_token_id = own.pad_token_id
-    expected = rewards_by_trl([lm], [{"prompt": p} for p in prompts], texts, ids, own)
-    torch.testing.assert_close(found, expected[:, 0], rtol=0, atol=1e-5)
+    lm.config.pad_token_id = of_judge.pad_token_id
+    expected = rewards_by_trl([lm], [{"prompt": p} for p in prompts], texts, ids, of_judge)
+    torch.testing.assert_close(rewards, expected[:, 0], rtol=0, atol=1e-5)

@@ -271,13 +271,11 @@ GRPO = TASK | {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path) -> str:
     """The folder of a model with the embedded task's tokenizer."""
-    folder = tmp_path_factory.mktemp("engine") / "model"
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     torch.manual_seed(0)
     shape = AutoConfig.from_pretrained(tiny_gpt2, vocab_size=len(tokenizer))
-    tiny.random_weights(AutoModelForCausalLM.from_config(shape), 0).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    lm = tiny.random_weights(AutoModelForCausalLM.from_config(shape), 0)
+    return tiny.save(lm, tmp_path_factory.mktemp("engine") / "model", tokenizer)
 
 
 @pytest.fixture

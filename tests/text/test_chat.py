@@ -221,9 +221,8 @@ def test_a_judge_with_another_template_reads_messages_by_its_own(tmp_path, chatm
 
 def test_a_judge_that_cannot_read_messages_is_refused_before_it_is_loaded(tmp_path, chatml):
     (example,) = load(tmp_path, chatml, "prompts", {"prompt": [USER]})
-    tiny.classifier("llama", vocab_size=300).save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    scorer = tiny.reward_functions([str(tmp_path / "model")], of=chatml, **LENGTHS)
+    folder = tiny.save(tiny.classifier("llama", vocab_size=300), tmp_path / "model")
+    scorer = tiny.reward_functions([folder], of=chatml, **LENGTHS)
     with pytest.raises(UserError, match="cannot render them"):
         scorer.check_rows([example])
 
@@ -234,11 +233,9 @@ def test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_load
     """80 tokens of prompt and completion, and 2 behind a completion that broke off."""
     (example,) = load(tmp_path, chatml, "prompts", {"prompt": [USER]})
     for positions in (81, 82):
-        folder = tmp_path / str(positions)
         sizes = {"vocab_size": len(chatml), "max_position_embeddings": positions}
-        tiny.classifier("llama", **sizes).save_pretrained(folder)
-        chatml.save_pretrained(folder)
-        scorer = tiny.reward_functions([str(folder)], of=chatml, **LENGTHS)
+        folder = tiny.save(tiny.classifier("llama", **sizes), tmp_path / str(positions), chatml)
+        scorer = tiny.reward_functions([folder], of=chatml, **LENGTHS)
         scorer.check_rows([replace(example, messages=[])])
         if positions == 82:
             scorer.check_rows([example])

@@ -287,10 +287,9 @@ def test_the_report_counts_conversations_and_answers_that_the_template_cuts(tmp_
 
 def judge_with(folder, tokenizer: Any, policy_tokenizer: Any) -> tuple[RewardModelFunction, Any]:
     """A reward model with its tokenizer as a judge of a policy, and the policy's config."""
-    tiny.classifier("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    path = tiny.save(tiny.classifier("llama", vocab_size=len(tokenizer)), folder, tokenizer)
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    return RewardModelFunction(str(folder), policy_tokenizer, config), config
+    return RewardModelFunction(path, policy_tokenizer, config), config
 
 
 def test_a_judge_reads_messages_without_a_further_bos(tmp_path, chatml):
