@@ -136,21 +136,6 @@ def test_the_interval_over_clusters_is_that_of_cluster_robust_errors() -> None:
         assert (high - low) / 2 == pytest.approx(1.96 * float(fit.bse[0]), rel=0.06)
 
 
-@pytest.mark.usefixtures("few_resamples")
-def test_the_interval_over_clusters_covers_the_truth_and_wilson_s_does_not() -> None:
-    generator = np.random.default_rng(5)
-    covered = {"clusters": 0, "wilson": 0}
-    for _ in range(120):
-        values, clusters = clustered_wins(generator, 60, 0.28)
-        means = bootstrap_means(values[:, None], clusters)[:, 0]
-        low, high = percentile_interval(means, values.mean())
-        covered["clusters"] += low <= 0.7 <= high
-        low, high = wilson_interval(values.sum(), values.size)
-        covered["wilson"] += low <= 0.7 <= high
-    assert 0.88 <= covered["clusters"] / 120 <= 0.99
-    assert covered["wilson"] / 120 < 0.85
-
-
 def test_resamples_of_single_clusters_are_those_of_the_observations() -> None:
     values = np.array([[0.0, 1.0], [1.0, 3.0], [2.0, 5.0]])
     means = bootstrap_means(values, np.arange(3))

@@ -4,8 +4,6 @@ RSO's pairs are random among those accepted, the winner is the one with the high
 pair without a difference is dropped and counted.
 """
 
-import itertools
-import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -15,6 +13,7 @@ import tiny
 import torch
 
 import train_reward
+from common import advantages
 from common.data import Example
 from common.errors import UserError
 from common.pairs import from_rollouts
@@ -27,25 +26,28 @@ PROMPT = Example(4, "A prompt TL;DR:", [5, 6], [], {"facts": 1}, "tldr")
 
 def choose(rewards: torch.Tensor, method: str, num_accepted: int = 4, seeds: Any = None) -> Any:
     seeds = torch.arange(len(rewards)) if seeds is None else seeds
-    rest = {"num_accepted": num_accepted, "temperature": 0.5, "seeds": seeds}
-    return from_rollouts.choose_pairs(rewards, method=method, **rest)
+    options = {"num_accepted": num_accepted, "temperature": 0.5, "seeds": seeds}
+    return from_rollouts.choose_pairs(rewards, method=method, **options)
 
 
 def test_best_worst_by_hand():
     rewards = torch.tensor([[0.1, 0.9, -0.3], [2.0, 2.0, 2.0]])
     assert choose(rewards, "best_worst")[0].tolist() == [[1, 2]]
     assert choose(rewards, "best_worst").shape == (2, 1, 2)
-    found = choose(torch.tensor([[0.1, 0.9, -0.3], [3.0, 2.0, 1.0]]), "all")
-    assert found.tolist() == [[[1, 0], [0, 2], [1, 2]], [[0, 1], [0, 2], [1, 2]]]
+    chosen = choose(torch.tensor([[0.1, 0.9, -0.3], [3.0, 2.0, 1.0]]), "all")
+    assert chosen.tolist() == [[[1, 0], [0, 2], [1, 2]], [[0, 1], [0, 2], [1, 2]]]
     assert choose(torch.rand(5, 4), "all").shape == (5, 6, 2), "six pairs of four"
 
 
 def test_every_accepted_candidate_plays_once_and_the_higher_reward_wins():
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.randn(50, 16, generator=generator)
-    chosen = choose(rewards, "rso_tournament", 8)  # (50, 4, 2)
+    """Accepted by rejection sampling: `test_advantages.py` has that it is RSO's algorithm 1."""
+    rewards = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
+    chosen = choose(rewards, "rso_tournament", 8)
     assert chosen.shape == (50, 4, 2)
-    assert all(len(set(row)) == 8 for row in chosen.flatten(1).tolist())
+    options = {"num_keep": 8, "temperature": 0.5, "method": "rso", "seed": SEEDS[:50]}
+    accepted = advantages.rejection_sample(rewards, **options).sort(1).values
+    assert torch.equal(chosen.flatten(1).sort(1).values, accepted)
+    assert not torch.equal(accepted, rewards.topk(8).indices.sort(1).values)
     scores = rewards.gather(1, chosen.flatten(1)).view(50, 4, 2)
     assert (scores[..., 0] >= scores[..., 1]).all()
 
@@ -57,46 +59,10 @@ def test_opponents_are_random_whatever_their_rewards():
     """
     rewards = torch.tensor([1.0, 0.9, -0.5, -0.6]).expand(len(SEEDS), 4)
     chosen = choose(rewards, "rso_tournament", 4, SEEDS)
-    ways = Counter(frozenset(frozenset(pair) for pair in row) for row in chosen.tolist())
-    assert len(ways) == 3
-    for count in ways.values():
+    pairings = Counter(frozenset(frozenset(pair) for pair in row) for row in chosen.tolist())
+    assert len(pairings) == 3
+    for count in pairings.values():
         assert abs(count / len(SEEDS) - 1 / 3) < 4 * (2 / 9 / len(SEEDS)) ** 0.5
-
-
-def left_out(
-    rewards: list[float], beta: float, left: list[int], accepted: list[int]
-) -> list[float]:
-    """RSO's algorithm 1 that keeps two of three: the probability of each not to be among them.
-
-    One pass over those left, each accepted with exp((r - max) / beta); then the next pass.
-    """
-    highest = max(rewards[i] for i in left)
-    chances = [math.exp((rewards[i] - highest) / beta) for i in left]
-    total = [0.0, 0.0, 0.0]
-    for draws in itertools.product([True, False], repeat=len(left)):
-        probability = math.prod(c if d else 1 - c for c, d in zip(chances, draws, strict=True))
-        if probability == 0:
-            continue
-        now = [*accepted, *(i for i, drawn in zip(left, draws, strict=True) if drawn)][:2]
-        if len(now) == 2:
-            part = [float(i not in now) for i in range(3)]
-        else:
-            part = left_out(rewards, beta, [i for i in left if i not in now], now)
-        total = [t + probability * p for t, p in zip(total, part, strict=True)]
-    return total
-
-
-def test_the_tournament_prefers_good_candidates_by_the_temperature():
-    """Of three, two are accepted: the chance that the worst is left out, enumerated.
-
-    Algorithm 1 with weights exp((r - max) / beta): the candidates left are passed over in order.
-    """
-    rewards, beta = [0.0, 0.5, 0.25], 0.5
-    probabilities = left_out(rewards, beta, [0, 1, 2], [])
-    chosen = choose(torch.tensor(rewards).expand(len(SEEDS), 3), "rso_tournament", 2, SEEDS)
-    counts = torch.bincount(3 - chosen.sum(-1).flatten(), minlength=3) / len(SEEDS)
-    for share, probability in zip(counts.tolist(), probabilities, strict=True):
-        assert abs(share - probability) < 4 * (probability * (1 - probability) / 3000) ** 0.5 + 1e-9
 
 
 def test_a_prompt_s_pairs_do_not_depend_on_its_batch():
@@ -112,22 +78,22 @@ def test_equal_texts_are_one_before_pairs_are_drawn(method: str):
     """Of a, a, b, b two are accepted: always a and b, of which a wins; and no text meets itself."""
     rewards, seeds = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(200, 4), torch.arange(200)
     texts = torch.tensor([7, 7, 3, 3]).expand(200, 4)
-    rest = {"method": method, "temperature": 0.1, "seeds": seeds, "texts": texts}
+    options = {"method": method, "temperature": 0.1, "seeds": seeds, "texts": texts}
     for num_accepted in (2, 4):
-        found = from_rollouts.choose_pairs(rewards, num_accepted=num_accepted, **rest)
-        for own in found.tolist():
-            assert [pair for pair in own if pair != [-1, -1]] == [[0, 2]]
+        chosen = from_rollouts.choose_pairs(rewards, num_accepted=num_accepted, **options)
+        for pairs in chosen.tolist():
+            assert [pair for pair in pairs if pair != [-1, -1]] == [[0, 2]]
     ids = [[5, 0], [5, 0], [6, 0], [6, 0]]
     rollouts = Rollouts.of(ids, [], [True] * 4)
     assert rollouts.numbered(1).tolist() == [[0, 0, 1, 1]]
-    assert len(sampled([0], rollouts, ["a", "a", "b", "b"], rewards[:1], found[:1])) == 1
+    assert len(sampled([0], rollouts, ["a", "a", "b", "b"], rewards[:1], chosen[:1])) == 1
 
 
-def sampled(rows: list[int | None], *rest: Any) -> list[from_rollouts.SampledPair]:
+def sampled(rows: list[int | None], *candidates: Any) -> list[from_rollouts.SampledPair]:
     """Of prompts with these rows, a filler where it is None."""
     is_real = torch.tensor([row is not None for row in rows])
     examples = [replace(PROMPT, row=row or 0) for row in rows]
-    return from_rollouts.sampled_pairs(examples, is_real, *rest)
+    return from_rollouts.sampled_pairs(examples, is_real, *candidates)
 
 
 def rollouts_of(texts: list[str]) -> Rollouts:
@@ -175,7 +141,7 @@ def test_written_pairs_are_rows_of_every_stage(tmp_path):
     assert (example.row, example.prompt_ids, example.columns) == (0, [5, 6], {"facts": 1})
 
 
-# ---- what pairs have beside their texts ----------------------------------------------------------
+# ---- margins and lengths of pairs ----------------------------------------------------------------
 
 
 def with_margins(*values: Any) -> list[Example]:

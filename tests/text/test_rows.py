@@ -31,7 +31,7 @@ SFT = [
     {"prompt": "TITLE: b\u2028é\n\nTL;DR:", "completion": " two", "facts": {"who": "y"}, "n": 2},
     {"prompt": "TITLE: c\n\nTL;DR:", "completion": " three", "facts": {"who": "z"}, "n": 3},
 ]
-PAIR = {"prompt": "p", "chosen": " good", "rejected": " bad"}
+PAIR = {"prompt": "p", "chosen": "the cat", "rejected": "the dog"}  # no word joins the prompt
 PACKED = gzip.compress(b'{"prompt": "p"}\n' * 50, mtime=0)  # in the names of tests
 
 
@@ -59,10 +59,8 @@ def refusal(*args: Any, **kwargs: Any) -> str:
     """The message of load_rows' error."""
     with pytest.raises(UserError) as caught:
         load_rows(*args, **{"kind": "sft", **kwargs})
-    message = str(caught.value)
-    assert message.endswith(".")
-    assert "\n" not in message
-    return message
+    tiny.check_sentence(caught.value)
+    return str(caught.value)
 
 
 def test_every_format_gives_the_same_rows(tmp_path):
@@ -469,12 +467,6 @@ def test_a_missing_prompt_is_the_shared_prefix(tmp_path, chosen, rejected, expec
     assert row["n"] == 1
     assert row["prompt"] + row["chosen"] == chosen
     assert row["prompt"] + row["rejected"] == rejected
-
-
-def test_a_prompt_column_is_taken_as_it_is(tmp_path):
-    row = {"prompt": "Say:", "chosen": "the cat", "rejected": "the dog"}
-    file = write_jsonl(tmp_path / "a.jsonl", [row])
-    assert load_rows(str(file), "train", kind="preference") == [row]
 
 
 USER = [{"role": "user", "content": "Say: "}]
