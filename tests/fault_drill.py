@@ -158,15 +158,9 @@ def kill_at_random(
 ) -> bool:
     """Kill a run at a random moment; whether it was still there to be killed.
 
-    One kill in four comes within three seconds of the start: in loading, resuming, the first steps.
+    "all" and "one" are SIGKILL for all processes or one rank, "stop" is SIGTERM for a rank. One
+    kill in four comes within three seconds of the start: in loading, resuming, the first steps.
     The others, and every SIGTERM, come after a new checkpoint.
-
-    Args:
-        script: that runs.
-        output_dir: of the run.
-        kind: "all" or "one": SIGKILL for all processes or one rank; "stop": SIGTERM for a rank.
-        draw: for the moment and the rank.
-        tally: counts what was done.
     """
     first, is_early = newest_step(output_dir), kind != "stop" and draw.random() < 0.25
     while not is_early and script.poll() is None and newest_step(output_dir) in (-1, first):

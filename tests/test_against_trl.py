@@ -5,6 +5,8 @@ every bound. TRL's side is TRL's own code (see `trl_code`), never a copy of its 
 and the papers part is in test_disagreements.py.
 """
 
+from typing import Any
+
 import pytest
 import tiny
 import torch
@@ -152,19 +154,27 @@ def test_losses_of_trls_cpo_are_ours_without_a_reference(options: dict, settings
     """Smoothing and the summed IPO, which TRL's DPO does not have, and SimPO, per pair."""
     logps = policy_logps()
     chosen, rejected = pair_sums(logps)
-    given = (chosen, rejected)
-    if options["loss_type"] == "simpo":  # TRL is given log-probs per token, ours divides
-        given = tuple(g / n for g, n in zip(given, PAIR_LENGTHS.values(), strict=True))
+    of_trl = (chosen, rejected)
+    if options["loss_type"] == "simpo":  # TRL wants log-probs per token, ours divides
+        of_trl = tuple(x / n for x, n in zip(of_trl, PAIR_LENGTHS.values(), strict=True))
         options = options | PAIR_LENGTHS
     no_reference = [torch.zeros_like(chosen)] * 2
     ours = losses.preference_loss(chosen, rejected, *no_reference, beta=0.7, **options)
     settings = settings | {"loss_type": options["loss_type"], "beta": 0.7}
-    trl = trl_code.cpo_losses(*given, **settings)
+    trl = trl_code.cpo_losses(*of_trl, **settings)
     torch.testing.assert_close(ours, trl, rtol=1e-10, atol=1e-12)
     assert_same(ours.mean(), trl.mean(), logps)
 
 
 # ---- policy losses -------------------------------------------------------------------------------
+
+
+def trl_loss(logps: Tensor, ref: Tensor | None = None, **settings: Any) -> Tensor:
+    """TRL's loss of all rows, sampled with the log-probs OLD."""
+    stand_in = trl_code.grpo_trainer(logps, **settings)
+    older = {"old_per_token_logps": OLD, "ref_per_token_logps": ref}
+    return trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, **older)
+
 
 AGGREGATIONS = [
     ("grpo", {}, {"loss_type": "grpo"}),
@@ -189,9 +199,7 @@ def test_grpo(
     per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK, ratio_level=ratio_level, **clip)
     ours = losses.aggregate(per_token, MASK, aggregation=aggregation, **lengths)
     settings = {"importance_sampling_level": ratio_level, **trl_clip, **loss_type}
-    stand_in = trl_code.grpo_trainer(logps, **settings)
-    trl = trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, old_per_token_logps=OLD)
-    assert_same(ours, trl, logps)
+    assert_same(ours, trl_loss(logps, **settings), logps)
 
     (gradient,) = torch.autograd.grad(ours, logps)  # these tensors put every bound to work
     was_clipped = (gradient == 0) & MASK
@@ -223,9 +231,7 @@ def test_grpo_with_kl_to_a_reference(aggregation: str, lengths: dict, loss_type:
     per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK)
     per_token = per_token + 0.3 * losses.kl_estimate(logps, REF, estimator="k3")
     ours = losses.aggregate(per_token, MASK, aggregation=aggregation, **lengths)
-    stand_in = trl_code.grpo_trainer(logps, beta=0.3, **loss_type)
-    reference = {"old_per_token_logps": OLD, "ref_per_token_logps": REF}
-    assert_same(ours, trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, **reference), logps)
+    assert_same(ours, trl_loss(logps, REF, beta=0.3, **loss_type), logps)
 
 
 def test_dapo_over_two_micro_batches_of_one_step():
@@ -280,9 +286,7 @@ def test_cispo_and_sapo(options: dict, settings: dict, aggregation: str, ratio_l
     per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK, **options)
     ours = losses.aggregate(per_token, MASK, aggregation=aggregation)
     settings = settings | {"importance_sampling_level": ratio_level}
-    stand_in = trl_code.grpo_trainer(logps, loss_type=options["objective"], **settings)
-    trl = trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, old_per_token_logps=OLD)
-    assert_same(ours, trl, logps)
+    assert_same(ours, trl_loss(logps, loss_type=options["objective"], **settings), logps)
 
 
 def test_completions_far_from_the_sampler_are_left_out():
@@ -301,9 +305,7 @@ def test_kl_corrected_for_older_samples():
     logps = policy_logps()
     kl = losses.kl_estimate(logps, REF) * losses.probability_ratio(logps, OLD, MASK)
     per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK) + 0.3 * kl
-    stand_in = trl_code.grpo_trainer(logps, beta=0.3, args={"use_bias_correction_kl": True})
-    reference = {"old_per_token_logps": OLD, "ref_per_token_logps": REF}
-    trl = trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, **reference)
+    trl = trl_loss(logps, REF, beta=0.3, args={"use_bias_correction_kl": True})
     assert_same(losses.aggregate(per_token, MASK), trl, logps)
 
 

@@ -7,6 +7,7 @@ sequence classifiers.
 """
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,6 +46,13 @@ def usual_batch(
     return batch.to(distributed.device())
 
 
+def batches(prompts: list[list[int]], completions: list[list[int]]) -> Iterator[PaddedBatch]:
+    """The same rows in the layout of training, and with any side, amount and id of padding."""
+    yield usual_batch(prompts, completions)
+    for side, extra, pad_id in itertools.product(("left", "right"), (0, 1, 30), (0, 60)):
+        yield tiny.batch_of(prompts, completions, side=side, extra=extra, pad_id=pad_id)
+
+
 def plain_logps(lm: Any, temperature: float = 1.0, rows: Any = (PROMPTS, COMPLETIONS)) -> Any:
     """Log-probabilities (C,) of each row alone: no padding, mask or position ids."""
     with torch.no_grad():
@@ -63,19 +71,14 @@ def assert_rows_close(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 def test_token_logps_equal_a_forward_without_padding_whatever_side_and_amount(lm, temperature):
-    batch = usual_batch(PROMPTS, COMPLETIONS)
-    with torch.no_grad():
-        scores = Policy(lm)(batch, temperature=temperature)
-    assert scores.token_logps.dtype == torch.float32
-    assert (scores.token_logps[~batch.completion_mask] == 0).all()
-    assert (scores.entropy == 0).all()  # not asked for
     expected, limit = plain_logps(lm, temperature), tiny.rounding(lm, temperature)
-    assert_rows_close(scores.token_logps, batch, expected, limit)
-    for side, extra, pad_id in itertools.product(("left", "right"), (0, 1, 30), (0, 60)):
-        batch = tiny.batch_of(PROMPTS, COMPLETIONS, side=side, extra=extra, pad_id=pad_id)
+    for batch in batches(PROMPTS, COMPLETIONS):
         with torch.no_grad():
-            logps = Policy(lm)(batch, temperature=temperature).token_logps
-        assert_rows_close(logps, batch, expected, limit)
+            scores = Policy(lm)(batch, temperature=temperature)
+        assert scores.token_logps.dtype == torch.float32
+        assert (scores.token_logps[~batch.completion_mask] == 0).all()
+        assert (scores.entropy == 0).all()  # not asked for
+        assert_rows_close(scores.token_logps, batch, expected, limit)
 
 
 def test_gpt2_without_position_ids_is_wrong_under_left_padding():
@@ -243,18 +246,12 @@ def assert_rewards_are_plain(
 
 
 def test_rewards_equal_transformers_classifier_whatever_side_and_amount_of_padding(classifier):
-    batch = usual_batch(PLAIN_PROMPTS, PLAIN_COMPLETIONS)
-    with torch.no_grad():
-        rewards = RewardModel(classifier)(batch)
-    assert rewards.shape == (4,)
-    assert rewards.dtype == torch.float32
-    assert_rewards_are_plain(rewards, classifier)
-    for side, extra, pad_id in itertools.product(("left", "right"), (0, 1, 30), (0, 60)):
-        batch = tiny.batch_of(
-            PLAIN_PROMPTS, PLAIN_COMPLETIONS, side=side, extra=extra, pad_id=pad_id
-        )
+    for batch in batches(PLAIN_PROMPTS, PLAIN_COMPLETIONS):
         with torch.no_grad():
-            assert_rewards_are_plain(RewardModel(classifier)(batch), classifier)
+            rewards = RewardModel(classifier)(batch)
+        assert rewards.shape == (4,)
+        assert rewards.dtype == torch.float32
+        assert_rewards_are_plain(rewards, classifier)
 
 
 def test_the_stop_token_may_be_the_pad_token(classifier):

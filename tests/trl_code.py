@@ -179,14 +179,9 @@ def grpo_trainer(token_logps: Tensor, **settings: Any) -> Any:
 def grpo_loss(
     stand_in: Any, advantages: Tensor, completion_mask: Tensor, **inputs: Tensor | None
 ) -> Tensor:
-    """`GRPOTrainer._compute_loss` of a stand-in's log-probs.
+    """`GRPOTrainer._compute_loss` of log-probs (B, C) from `grpo_trainer`, with advantages (B,).
 
-    Args:
-        stand_in: From `grpo_trainer`.
-        advantages: (B,).
-        completion_mask: (B, C) bool.
-        **inputs: `old_per_token_logps`, `ref_per_token_logps`, `sampling_per_token_logps`,
-            `num_items_in_batch`.
+    Inputs are those of TRL, as `old_per_token_logps`.
     """
     ids = torch.ones_like(completion_mask).long()
     usual = {
@@ -225,15 +220,9 @@ def rollout(
     sampling_token_logps: Tensor | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:
-    """What a trainer makes of N * G completions with these rewards (N, G) before its updates.
+    """What GRPO's or RLOO's trainer makes of completions with rewards (N, G) before its updates.
 
-    Args:
-        rewards: (N, G).
-        trainer_class: `GRPOTrainer` or `RLOOTrainer`.
-        token_logps: (N * G, C) of the policy; every completion has C tokens.
-        ref_token_logps: (N * G, C) of the reference.
-        sampling_token_logps: (N * G, C) of the program that sampled.
-        **settings: Of the trainer.
+    Log-probs are (N * G, C), of the policy, the reference and the program that sampled.
     """
     num_rows, num_generations = rewards.numel(), rewards.shape[1]
     token_logps = torch.zeros(num_rows, 1) if token_logps is None else token_logps

@@ -587,15 +587,12 @@ def test_what_cannot_be_reported_to_is_refused_before_training(
     tracking.refuse_impossible(["tensorboard"])
 
 
-# --- phases and profiles ---
+# --- phases ---
 
 
 def spend(sums: Accumulator, clock: Any, name: str, seconds: float) -> None:
     with sums.timed(name):
         clock.now += seconds
-
-
-# --- phases ---
 
 
 def test_entries_of_a_phase_add_up_per_step(clock: SimpleNamespace) -> None:

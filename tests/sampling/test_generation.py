@@ -129,18 +129,21 @@ def chi_square_p(observed: Tensor, probabilities: Tensor) -> float:
     return float(scipy.stats.chisquare(observed, expected).pvalue)
 
 
+def next_probabilities(lm: Any, prompt: list[int], temperature: float) -> tuple[Tensor, Tensor]:
+    """Exact probabilities (V,) of the first token, and (V, V) of the second behind each first."""
+    ids = torch.tensor([[*prompt, first] for first in range(lm.config.vocab_size)])
+    with torch.no_grad():
+        logits = lm(ids.to(distributed.device())).logits.double().cpu() / temperature
+    return logits[0, -2].softmax(-1), logits[:, -1].softmax(-1)
+
+
 def two_token_probabilities(lm: Any, prompt: list[int], temperature: float) -> Tensor:
     """Exact joint probabilities (V, V) of the first two tokens; a first stop token ends there.
 
-    In row STOP the whole mass stands at column 0: a completion that stopped has no second token.
+    In row STOP the whole mass is in column 0: a completion that stopped has no second token.
     """
-    vocab_size = lm.config.vocab_size
-    ids = torch.tensor([[*prompt, first] for first in range(vocab_size)])
-    with torch.no_grad():
-        logits = lm(ids.to(distributed.device())).logits.double().cpu()  # (V, P+1, V)
-    first = torch.softmax(logits[0, -2] / temperature, -1)
-    second = torch.softmax(logits[:, -1] / temperature, -1)
-    second[STOP] = torch.eye(vocab_size, dtype=torch.float64)[0]
+    first, second = next_probabilities(lm, prompt, temperature)
+    second[STOP] = torch.eye(len(first), dtype=torch.float64)[0]
     return first[:, None] * second
 
 
@@ -205,10 +208,7 @@ def test_restricted_tokens_have_the_exact_frequencies(top_k, top_p, temperature)
         seed=5,
         stop_ids=[99],
     )
-    ids = torch.tensor([[*prompt, first] for first in range(vocab_size)])
-    with torch.no_grad():
-        logits = lm(ids.to(distributed.device())).logits.double().cpu() / temperature
-    first, second = logits[0, -2].softmax(-1), logits[:, -1].softmax(-1)  # (V,), (V, V)
+    first, second = next_probabilities(lm, prompt, temperature)
     allowed = kept_by_hand(first, top_k, top_p)
     joint = torch.stack(
         [p * kept_by_hand(q, top_k, top_p) for p, q in zip(allowed, second, strict=True)]

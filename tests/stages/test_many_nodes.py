@@ -27,8 +27,8 @@ ADDRESSES = ("10.213.0.1", "10.213.0.2")  # nobody outside the namespaces sees t
 PORT = 29500
 STEPS, CUT_IN = 4, 3
 DDP_TIMEOUT = 6  # seconds that a rank waits; both start as forks, at once
-# Packets are sent again for about 13 s: so long torchrun waits for a host that does not answer. Its
-# rank has spoken by then, 5 s after the timeout.
+# Packets are sent again for about 13 s; 15 times, the default of Linux, are about 16 minutes. So
+# long torchrun waits for a host that does not answer. Its rank has spoken 5 s after the timeout.
 TCP_RETRIES2, GIVEN_UP = 5, 13
 REWARDS = f"""
 import os
@@ -55,25 +55,15 @@ GRPO = {"num_generations": 4, "beta": 0.0, "entropy_coef": 0.1}
 
 
 class TwoHosts:
-    """Two network namespaces, each with an end of a cable; deleted again, with what runs there.
+    """Two network namespaces, each with an end of a cable; deleted again, with what runs there."""
 
-    Args:
-        tcp_retries2: how often a host sends a packet again before it gives a connection up. 15, the
-            default of Linux, are about 16 minutes, which torchrun waits on a host that is cut off.
-    """
-
-    def __init__(self, tcp_retries2: int = 15) -> None:
+    def __init__(self) -> None:
         """Name them."""
-        self.tcp_retries2 = tcp_retries2
         tag = uuid.uuid4().hex[:8]
         self.names = (f"sff-{tag}-0", f"sff-{tag}-1")
 
     def __enter__(self) -> "TwoHosts":
-        """Make them.
-
-        Raises:
-            OSError: there is no `ip`, or it may not make namespaces; the text says why.
-        """
+        """Make them; an OSError says why `ip` cannot."""
         if shutil.which("ip") is None:
             raise OSError("there is no `ip` (iproute2)")
         try:
@@ -87,7 +77,7 @@ class TwoHosts:
                 ip("-n", name, "addr", "add", f"{address}/30", "dev", "eth0")
                 ip("-n", name, "link", "set", "lo", "up")
                 ip("-n", name, "link", "set", "eth0", "up")
-                setting = f"echo {self.tcp_retries2} > /proc/sys/net/ipv4/tcp_retries2"
+                setting = f"echo {TCP_RETRIES2} > /proc/sys/net/ipv4/tcp_retries2"
                 ip("netns", "exec", name, "sh", "-c", setting)
         except BaseException:
             self.__exit__()
@@ -138,11 +128,7 @@ class TwoHosts:
 
 
 def ip(*arguments: str) -> str:
-    """What `ip` prints.
-
-    Raises:
-        OSError: it fails.
-    """
+    """What `ip` prints; an OSError if it fails."""
     result = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise OSError(f"`ip {' '.join(arguments)}` fails: {result.stderr.strip()}")
@@ -152,7 +138,7 @@ def ip(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[TwoHosts]:
     try:
-        both = TwoHosts(TCP_RETRIES2).__enter__()
+        both = TwoHosts().__enter__()
     except OSError as error:
         pytest.skip(f"two hosts need root and network namespaces: {error}")
     yield both
