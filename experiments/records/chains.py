@@ -19,6 +19,7 @@ from common.report.figures import draw_accuracy, draw_reward, held_out
 from common.report.plots import save, style, system_colours, titled_figure
 from experiments.outcomes import over
 from experiments.records import make
+from experiments.records.texts import REWARDS
 from experiments.sweep.effects import DPI
 
 TITLE = re.compile(r"words:\n\n(.+)")  # in the prompts of `one-sentence`
@@ -128,7 +129,7 @@ def reward_models(systems: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def as_trained(part: str, seed: str) -> dict[str, float]:
     """The mean reward of each system's completions, with GRPO's penalty for not stopping."""
-    lines = read_jsonl(make.RECORDS / part / f"seed_{seed}" / "evaluation" / make.REWARDS)
+    lines = read_jsonl(make.RECORDS / part / f"seed_{seed}" / "evaluation" / REWARDS)
     recipe = yaml.safe_load((make.ROOT / "assets" / "recipes" / part / "grpo.yaml").read_text())
     penalty = recipe["missing_eos_penalty"]
     rewards: dict[str, list[float]] = defaultdict(list)

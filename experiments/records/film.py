@@ -6,7 +6,6 @@ random, and its interval covers both draws (`Crossed`).
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,7 +22,6 @@ from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, GREY, save, style, titled_figure
 from common.report.tables import interval_cell
-from common.text.overlap import ngrams
 from experiments.outcomes import over
 from experiments.overoptimization import plots
 from experiments.overoptimization.curves import Values, distance
@@ -42,7 +40,6 @@ NAMES = {name: f"{votes:,} votes" for name, votes in VOTES.items()} | {
 }
 EVALUATIONS = {"votes": "evaluation", "means": "evaluation-means"}
 PENALTY = -1.0  # the experiment's missing_eos_penalty
-FIRST_WORDS = 8  # of a completion, for the share of distinct ones: long texts repeat more
 TICKS = (0.5, 1, 2, 5, 10)  # of the figure's KL
 KLS = (1.0, 2.0, 5.0, 10.0)  # nats per completion; 1 was added when DPO's results were seen
 # Methods by the names of their tracks. Of GRPO each beta is a track.
@@ -57,6 +54,13 @@ COMPARED = [
     *((method, "best of n") for method in list(METHODS)[1:]),
     *(("GRPO", "DPO"), ("GRPO with rejection", "DPO"), ("GRPO with rejection", "GRPO")),
 ]
+
+
+@dataclass
+class Recorded(Measured):
+    """A measured policy as `texts.keep_measured` keeps it."""
+
+    distinct: dict[str, list[float]]  # of "first" and "best" texts: words and pairs, as shares
 
 
 @dataclass(frozen=True)
@@ -167,14 +171,14 @@ def growth(parts: Sequence[str] = SEEDS) -> str:
 
 
 @cache
-def measured(folder: Path) -> dict[str, dict[float, Measured]]:
+def measured(folder: Path) -> dict[str, dict[float, Recorded]]:
     """The measured policies of a seed, by method and setting; `pool` are those of SFT."""
-    found: dict[str, dict[float, Measured]] = {}
+    found: dict[str, dict[float, Recorded]] = {}
     for file in folder.glob("frontier/seed_*/measured/*.json"):
         method, _, setting = re.sub("_(?=beta|num)", " ", file.stem).rpartition("_")
         record = json.loads(file.read_text())
         del record["made_by"]
-        found.setdefault(method or "pool", {})[float(setting) if method else 0] = Measured(**record)
+        found.setdefault(method or "pool", {})[float(setting) if method else 0] = Recorded(**record)
     return {  # from the nearest setting to the farthest
         method: dict(sorted(found[method].items(), reverse=method == "dpo"))
         for method in sorted(found)
@@ -278,11 +282,11 @@ def unfinished(parts: Sequence[str] = SEEDS) -> str:
 # ---- texts ---------------------------------------------------------------------------------------
 
 
-def farthest(folder: Path) -> dict[str, tuple[Measured, list[int]]]:
+def farthest(folder: Path) -> dict[str, tuple[Recorded, list[int]]]:
     """The farthest policy of each method, and which completion of each prompt is looked at."""
     policies = measured(folder)
     (pool,) = policies["pool"].values()
-    first = [0] * len(pool.texts)
+    first = [0] * len(pool.gold)
     found = {"SFT": (pool, first), "best of 64": (pool, pool.proxy.argmax(1).tolist())}
     for method, settings in policies.items():
         if method != "pool":
@@ -300,12 +304,6 @@ def policy_name(method: str, setting: float) -> str:
     return f"{name}, {plots.setting(method)} {setting:g}"
 
 
-def distinct(texts: Sequence[str], n: int) -> float:
-    """Distinct n-grams in the first words of all texts, as a share (Li et al. 2016)."""
-    counts = sum((ngrams(text.split()[:FIRST_WORDS], n) for text in texts), Counter())
-    return len(counts) / counts.total()
-
-
 def texts(parts: Sequence[str] = SEEDS) -> str:
     """What the farthest policies write: one completion of each prompt."""
     heads = ["policy", "KL", "gold", "tokens", "stopped, %"]
@@ -314,11 +312,11 @@ def texts(parts: Sequence[str] = SEEDS) -> str:
     for folder in folders(parts):
         for name, (policy, chosen) in farthest(folder).items():
             at = (np.arange(len(chosen)), chosen)
-            own = [policy.texts[i][k] for i, k in enumerate(chosen)]
-            kl = float(policy.log_ratio.mean()) if name != "best of 64" else float("nan")
+            is_best = name == "best of 64"
+            kl = float("nan") if is_best else float(policy.log_ratio.mean())
             values = [kl, *(float(v[at].mean()) for v in (policy.gold, policy.lengths))]
             values.append(100 * float((policy.proxy[at] != PENALTY).mean()))
-            values += [100 * distinct(own, 1), 100 * distinct(own, 2)]
+            values += [100 * share for share in policy.distinct["best" if is_best else "first"]]
             rows.setdefault(name, []).append([*values, float(policy.fluency[at].mean())])
     digits = (2, 2, 1, 0, 0, 0, 2)
     cells = [

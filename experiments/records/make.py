@@ -20,20 +20,21 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint.layout import describe
-from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.run_folder import accelerator, cpu_model, versions
+from experiments.records.texts import keep_completions, keep_measured
 from experiments.stages import exit_with_status
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "assets" / "results"
-RECORD, STARTS, REWARDS = "record.json", "starts.json", "rewards.jsonl"
+RECORD, STARTS = "record.json", "starts.json"
 # The code of figures, as git's paths; a test checks that these modules import no other tests.
 CODE = (
     *(":(glob)*.py", "common", "assets/recipes", "assets/requirements.lock", "experiments"),
@@ -51,13 +52,12 @@ class Part:
     keep: tuple[str, ...]  # globs in the folder; `printed.md` has what was printed
     folder: str = "{out}"
     needs: tuple[str, ...] = ()  # what only another part or a download makes
-    writes_texts: bool = False  # some completions are kept, and the rewards of all
+    texts: Callable[[Path, Path], None] | None = None  # copies scores and texts of completions
     threads: int = 1  # of each process
     takes_gpu: bool = False  # if there is one
     python: str = sys.executable  # or that of another environment, by its path in the project
 
 
-NUM_SAMPLES = 3
 SWEEP = "experiments.sweep --output_dir {out} --config"
 REPLICATE = "experiments.replicate --num_processes 2 --output_dir {out} --recipe"
 SMOLLM2 = "data/SmolLM2-135M-Instruct"  # a folder, or a link to one
@@ -105,17 +105,22 @@ PARTS = {
         f"{REPLICATE} scitldr --overrides model_name_or_path={SMOLLM2}",
         CHAIN,
         needs=(SMOLLM2, "data/scitldr", "data/summeval_preference"),
-        writes_texts=True,
+        texts=keep_completions,
     ),
     "one-sentence": Part(  # `reward_curve.py` draws it
         f"{REPLICATE} one-sentence --overrides model_name_or_path={SMOLLM2}",
         CHAIN,
         needs=(SMOLLM2, "data/scitldr"),
-        writes_texts=True,
+        texts=keep_completions,
     ),
     **{
         f"film-{name}": Part(
-            f"{FILM} {flags}", FRONTIER, needs=(SMOLLM2, "data/film"), threads=2, takes_gpu=True
+            f"{FILM} {flags}",
+            FRONTIER,
+            needs=(SMOLLM2, "data/film"),
+            texts=partial(keep_measured, with_texts=name == "0"),
+            threads=2,
+            takes_gpu=True,
         )
         for name, flags in {
             "0": "--seeds 0",
@@ -252,31 +257,11 @@ def keep(name: str, tree: Path, out: Path, record: dict[str, Any]) -> None:
         target = new / file.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-    if part.writes_texts:
-        keep_completions(folder, new)
+    if part.texts:
+        part.texts(folder, new)
     write_json(new / RECORD, record)
     shutil.rmtree(RECORDS / name, ignore_errors=True)
     new.rename(RECORDS / name)
-
-
-def keep_completions(folder: Path, new: Path) -> None:
-    """Keep some texts of the first seed, and of all completions their rewards and stops."""
-    files = sorted(folder.glob("seed_*/evaluation/completions.jsonl"))
-    texts = read_jsonl(files[0])[:NUM_SAMPLES]
-    write_atomically(new / "samples.jsonl", map(json_line, texts))
-    for file in files:
-        found = [
-            {
-                name: [
-                    {key: own[key] for key in ("rewards", "stopped")}
-                    for own in (first, *line["further"].get(name, ()))
-                ]
-                for name, first in line["systems"].items()
-            }
-            for line in read_jsonl(file)
-        ]
-        rewards = new / file.relative_to(folder).with_name(REWARDS)
-        write_atomically(rewards, map(json_line, found))
 
 
 def read_record(name: str) -> dict[str, Any]:

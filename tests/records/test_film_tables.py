@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from common.config.recipes import read_recipe
-from experiments.records import film, make
+from experiments.records import film, make, texts
 
 SEEDS = 3
 PROMPTS = 8
@@ -69,11 +69,25 @@ def test_gain_at_a_kl_lies_between_its_points():
 
 
 def test_distinct_words_and_pairs():
-    texts = ["a b a b", "a c"]
-    assert film.distinct(texts, 1) == 3 / 6
-    assert film.distinct(texts, 2) == 3 / 4
+    few = ["a b a b", "a c"]
+    assert texts.distinct(few, 1) == 3 / 6
+    assert texts.distinct(few, 2) == 3 / 4
     long = "a b c d e f g h"
-    assert film.distinct([long, f"{long} only the first eight count"], 1) == 8 / 16
+    assert texts.distinct([long, f"{long} only the first eight count"], 1) == 8 / 16
+
+
+def test_of_measured_completions_values_and_some_texts_are_kept(tmp_path):
+    values = {"gold": [[1.0, 2.0], [3.0, 0.1]], "proxy": [[0.0, 1.0], [1.0, 2.0]]}
+    record = values | {"prompts": ["p", "q"], "texts": [["a a", "a b"], ["b c", "b b"]]}
+    shares = {"first": [3 / 4, 2 / 2], "best": [2 / 4, 2 / 2]}
+    file = "seed_0/frontier/seed_0/measured/pool.json"
+    (tmp_path / "out" / file).parent.mkdir(parents=True)
+    (tmp_path / "out" / file).write_text(json.dumps(record))
+    for with_texts in (True, False):
+        texts.keep_measured(tmp_path / "out", tmp_path / "new", with_texts=with_texts)
+        found = json.loads((tmp_path / "new" / file).read_text())
+        assert found.pop("distinct") == shares
+        assert found == (record if with_texts else values | {"prompts": [], "texts": []})
 
 
 @pytest.fixture
@@ -125,11 +139,12 @@ def save_policies(folder: Path, seed: int) -> None:
 def write(path: Path, kl: np.ndarray, gold: np.ndarray, proxy: np.ndarray) -> None:
     number = proxy.shape[1]
     prompts = [f"Film review: number {i}" for i in range(PROMPTS)]
-    texts = [[f" {path.stem} {k}" for k in range(number)] for _ in prompts]
+    completions = [[f" {path.stem} {k}" for k in range(number)] for _ in prompts]
     values = {"gold": gold, "proxy": proxy, "log_ratio": kl, "lengths": 0 * gold + 5}
     lists = {name: value.tolist() for name, value in values.items()}
-    lists |= {"fluency": lists["log_ratio"], "prompts": prompts, "texts": texts}
-    path.write_text(json.dumps({"made_by": {}} | lists))
+    lists |= {"fluency": lists["log_ratio"], "prompts": prompts, "texts": completions}
+    record = texts.kept({"made_by": {}} | lists, with_texts="film-0" in path.parts)
+    path.write_text(json.dumps(record))
 
 
 def cells(table: str) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ import yaml
 
 from common.errors import UserError
 from common.record.jsonl import json_line, read_jsonl, write_atomically
-from experiments.records import gpu, make, tables
+from experiments.records import gpu, make, tables, texts
 
 ADDER = (
     "import sys, pathlib\npathlib.Path(sys.argv[1], 'kept.txt').write_text('1\\n')\nprint('a')\n"
@@ -168,11 +168,11 @@ def test_of_completions_some_texts_and_every_reward_are_kept(tmp_path: Path):
         further = {"sft": [own | {"stopped": True}]}
         lines = [{"id": n, "systems": {"sft": own}, "further": further} for n in range(4)]
         write_atomically(file, map(json_line, lines))
-    make.keep_completions(tmp_path / "out", tmp_path / "new")
-    texts = read_jsonl(tmp_path / "new" / "samples.jsonl")
-    assert [line["id"] for line in texts] == [0, 1, 2]
-    assert texts[0]["systems"]["sft"]["completion"] == "a\u2028b"
-    kept = read_jsonl(tmp_path / "new" / "seed_1" / "evaluation" / make.REWARDS)
+    texts.keep_completions(tmp_path / "out", tmp_path / "new")
+    samples = read_jsonl(tmp_path / "new" / "samples.jsonl")
+    assert [line["id"] for line in samples] == [0, 1, 2]
+    assert samples[0]["systems"]["sft"]["completion"] == "a\u2028b"
+    kept = read_jsonl(tmp_path / "new" / "seed_1" / "evaluation" / texts.REWARDS)
     own = [{"rewards": {"gold": 1.0}, "stopped": stopped} for stopped in (False, True)]
     assert kept == [{"sft": own}] * 4
 
