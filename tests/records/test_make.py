@@ -1,11 +1,15 @@
 """Claim: a record is of a clean commit, is not made twice, and is never lost to one that failed.
 
-A run's folder becomes the JSON of a measurement, and one without a GPU is refused.
+The commands that records name exist, with all their flags. A run's folder becomes the JSON of a
+measurement, and one without a GPU is refused.
 """
 
+import argparse
 import hashlib
+import importlib.util
 import json
 import re
+import runpy
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +17,13 @@ from typing import Any
 
 import pytest
 import yaml
+from mistakes import STAGES
 
+from common.config.parser import parse
 from common.errors import UserError
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from experiments.records import gpu, make, tables, texts
+from experiments.stages import config_class
 
 ADDER = (
     "import sys, pathlib\npathlib.Path(sys.argv[1], 'kept.txt').write_text('1\\n')\nprint('a')\n"
@@ -150,13 +157,39 @@ def test_the_code_of_a_record_imports_no_other_test():
         assert set(imported) <= own, file
 
 
-def test_every_part_names_what_there_is():
-    for name, part in make.PARTS.items():
-        module, *words = part.command.split()
-        found = make.ROOT / module.replace(".", "/")
-        assert found.with_suffix(".py").is_file() or (found / "__main__.py").is_file(), name
-        for word in words:
-            assert not word.startswith("assets/") or (make.ROOT / word).exists(), word
+def commands() -> list[str]:
+    """The commands of all parts, and those that records name."""
+    named = {part.command.format(out=f"output/{name}") for name, part in make.PARTS.items()}
+    for record in make.RECORDS.glob(f"*/{make.RECORD}"):
+        named |= {*json.loads(record.read_text())["commands"]}
+    return sorted(named)
+
+
+class ParsedError(BaseException):
+    """Every word of a command was understood."""
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", commands())
+def test_every_command_of_a_record_can_be_run_today(command, monkeypatch):
+    def parse_known_args(parser, *arguments):
+        options, strays = parse_words(parser, *arguments)
+        if not strays:
+            raise ParsedError
+        return options, strays
+
+    module, *words = command.split()
+    assert importlib.util.find_spec(module)
+    assert all((make.ROOT / word).exists() for word in words if word.startswith("assets/"))
+    if module in STAGES:
+        parse(config_class(f"{module}.py"), words)
+    elif words:  # a module without flags would start its work
+        parse_words = argparse.ArgumentParser.parse_known_args
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+        monkeypatch.setattr("signal.signal", lambda *_: None)
+        monkeypatch.setattr("sys.argv", [module, *words])
+        with pytest.raises(ParsedError):
+            runpy.run_module(module, run_name="__main__")
 
 
 def test_of_completions_some_texts_and_every_reward_are_kept(tmp_path: Path):
