@@ -1,9 +1,9 @@
 """Claim: every command in the README and in `docs/` is valid, and the README's block can be pasted.
 
-The pages' shell blocks are run by bash in an empty folder, with programs that only note how they
-were called; a noted flag, module or make target must exist. What is noted of the block of "Your
-model and your data" is run in earnest, on a tiny model and few rows. What the pages point to is
-there, and the README leads to every page of `docs/`.
+So for the other pages at the root. The pages' shell blocks are run by bash in an empty folder, with
+programs that only note how they were called; a noted flag, module or make target must exist. What
+is noted of the block of "Your model and your data" is run in earnest, on a tiny model and few rows.
+What the pages point to is there, and the README leads to every page of `docs/`.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from common.config.parser import parse
 from experiments.stages import ROOT, config_class
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md"), reverse=True), *sorted(ROOT.glob("docs/*.md"))]  # README first
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 KEPT_AWAY = (".git", ".venv", "output", "data")
 NOTED = ("python", "torchrun", "make", "pip", "git", "sbatch", "vllm")
