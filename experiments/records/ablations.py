@@ -73,8 +73,7 @@ def what_matters() -> str:
         f"**Which details matter?** On the demo's task {len(by_detail)} of {len(details)} do, by "
         f"{len(found[0].by_seed)} paired seeds, in points of accuracy or gold reward: {listed}. "
         f"These {len(clear)} of {len(found)} choices are significant after correcting for all "
-        f"tests of a stage, {still} of them for all tests "
-        "([all intervals](docs/results.md#details))."
+        f"tests of a stage, {still} of them for all tests."
     )
     return textwrap.fill(sentences, 120, break_long_words=False, break_on_hyphens=False)
 

@@ -1,6 +1,6 @@
 """Claim: a module imports what is beside it or above it in the README's tree; rooms are small.
 
-Imports inside functions count. Every module can be imported by itself.
+Imports inside functions count. Every module can be imported by itself. There is one version.
 """
 
 import ast
@@ -80,6 +80,12 @@ def test_functions_are_short():
             if isinstance(node, ast.FunctionDef):
                 most = MOST_IN_MAIN if node.name == "main" else MOST_IN_FUNCTION
                 assert node.end_lineno - node.lineno < most, (path.name, node.name)
+
+
+def test_the_version_is_that_of_pyproject():
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f" version = {{{version}}}" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
