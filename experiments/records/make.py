@@ -5,10 +5,11 @@
 
 A part is a command. It runs on the CPU; `film-*` takes a GPU where there is one. What is kept of
 it goes to `assets/results/<part>`, with `record.json`: command, commit, machine, versions, date,
-checksums of its inputs, and minutes over all starts. A part with a record of this commit is not
-made again. The commit is the last one that changed the code of figures (`CODE`), from which nothing
-may differ. Commands run in a git worktree of it, `output/results/<commit>`, so later edits do not
-change what is measured. Parts that measure time (`bench-*`) want the machine for themselves. In the
+checksums of its inputs, and minutes over all starts. A part with a record of this code is not made
+again: of this commit, or of one with the same golden trajectories and recipes (`current.py`). The
+commit is the last one that changed the code of figures (`CODE`), from which nothing may differ.
+Commands run in a git worktree of it, `output/results/<commit>`, so later edits do not change what
+is measured. Parts that measure time (`bench-*`) want the machine for themselves. In the
 end the tables of README and `docs/` are made anew (`tables.py`).
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 
 from common.checkpoint.layout import describe
 from common.record.run_folder import accelerator, cpu_model, versions
+from experiments.records import current
 from experiments.records.texts import keep_completions, keep_measured
 from experiments.stages import exit_with_status
 
@@ -42,6 +44,7 @@ CODE = (
     "tests/ranks.py",
 )
 PACKAGES = ("torch", "transformers", "numpy", "trl")
+STAGES = ("sft", "reward", "dpo", "grpo")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Part:
     keep: tuple[str, ...]  # globs in the folder; `printed.md` has what was printed
     folder: str = "{out}"
     needs: tuple[str, ...] = ()  # what only another part or a download makes
+    stages: tuple[str, ...] = STAGES  # whose trajectories decide the figures; none: the commit does
     texts: Callable[[Path, Path], None] | None = None  # copies scores and texts of completions
     threads: int = 1  # of each process
     takes_gpu: bool = False  # if there is one
@@ -133,16 +137,29 @@ PARTS = {
         "assets.recipes.film.baselines --source data/vaderSentiment-3.3.2.tar.gz --target {out}",
         ("scores.json",),
         needs=("data/film",),
+        stages=(),
     ),
-    "bench-tiny": Part("experiments.bench --model tiny --resume", BENCH, "output/bench/tiny"),
+    "bench-tiny": Part(
+        "experiments.bench --model tiny --resume", BENCH, "output/bench/tiny", stages=()
+    ),
     "bench-gpt2-small": Part(
-        "experiments.bench --model gpt2-small --rounds 1 --resume", BENCH, "output/bench/gpt2-small"
+        "experiments.bench --model gpt2-small --rounds 1 --resume",
+        BENCH,
+        "output/bench/gpt2-small",
+        stages=(),
     ),
     "bench-quality": Part(
-        "experiments.bench.quality", BENCH, "output/bench/quality", python=".venv-bench/bin/python"
+        "experiments.bench.quality",
+        BENCH,
+        "output/bench/quality",
+        stages=(),
+        python=".venv-bench/bin/python",
     ),
     "conformance": Part(
-        "experiments.conformance", ("printed.md",), python=".venv-conformance/bin/python"
+        "experiments.conformance",
+        ("printed.md",),
+        stages=(),
+        python=".venv-conformance/bin/python",
     ),
     "exercises": Part(
         "experiments.exercises --models output/demo/seed_0 --output_dir {out}",
@@ -155,12 +172,13 @@ PARTS = {
             f"--output {{out}}/{stage}.html {flags}".strip(),
             (f"{stage}.html",),
             needs=TRAINED if flags else (),
+            stages=(stage,),
         )
         for stage, flags in EXPLAINED.items()
     },
-    "plans": Part("experiments.plan.against_run", ("printed.md",)),
+    "plans": Part("experiments.plan.against_run", ("printed.md",), stages=()),
     "variants": Part("tests.variants", ("printed.md",)),
-    "kills": Part("tests.fault_drill --kills 50", ("printed.md",)),
+    "kills": Part("tests.fault_drill --kills 50", ("printed.md",), stages=()),
 }
 
 
@@ -184,6 +202,10 @@ def make(name: str, commit: str, tree: Path) -> bool:
     if record.get("commands") == [command] and record["git_commit"] == commit:
         print(f"{name}: recorded", flush=True)
         return True
+    if part.stages and record and not what_changed(name):
+        was = record["git_commit"][:10]
+        print(f"{name}: recorded on {was}, with the trajectories of this code", flush=True)
+        return True
     if lacking := [path for path in part.needs if not (tree / path).exists()]:
         print(f"{name}: left out, since {' and '.join(lacking)} is not there", flush=True)
         return True
@@ -196,6 +218,8 @@ def make(name: str, commit: str, tree: Path) -> bool:
     record = {
         "commands": [command],
         "git_commit": commit,
+        "trajectories": current.trajectories(part.stages, ROOT),
+        "settings": current.settings(command, tree),
         "inputs": {path: checksums(tree / path) for path in part.needs},
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "minutes": round(sum(seconds) / 60, 1),
@@ -212,6 +236,17 @@ def make(name: str, commit: str, tree: Path) -> bool:
     tables.write()
     print(f"{name}: recorded in {record['minutes']} minutes", flush=True)
     return True
+
+
+def what_changed(name: str) -> str:
+    """What has changed since a part was recorded, as far as it moves its figures."""
+    part, record = PARTS[name], read_record(name)
+    command = part.command.format(out=f"output/{name}")
+    if part.stages and record.get("trajectories") != current.trajectories(part.stages, ROOT):
+        return "the golden trajectories"
+    settings = current.settings(command, ROOT)
+    same = record.get("commands") == [command] and record.get("settings") == settings
+    return "" if same else "the settings"
 
 
 def run(command: Sequence[str], tree: Path, out: Path, part: Part) -> int:

@@ -18,7 +18,16 @@ from experiments.explain.page import find_lines_again
 from experiments.overoptimization.page import fallen
 from experiments.overoptimization.plots import draw_curves
 from experiments.records import ablations, chains, film, papers, reward_curve, speed
-from experiments.records.make import PARTS, RECORDS, ROOT, cells, printed, read, read_record
+from experiments.records.make import (
+    PARTS,
+    RECORDS,
+    ROOT,
+    cells,
+    printed,
+    read,
+    read_record,
+    what_changed,
+)
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -69,9 +78,10 @@ def source(part: str) -> str:
     """What made a record; `record.json` has the versions of packages too."""
     record = read_record(part)
     gpu = f", {record['gpu']}" if record.get("gpu") else ""
+    changed = f"; since then {what} have changed" if (what := what_changed(part)) else ""
     return (
         f"`make results PARTS={part}`, {record['minutes']:.0f} minutes, {record['date']}, commit "
-        f"{record['git_commit'][:10]}, {record['cpu']}, {record['cores']} cores{gpu}"
+        f"{record['git_commit'][:10]}, {record['cpu']}, {record['cores']} cores{gpu}{changed}"
     )
 
 

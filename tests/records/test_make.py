@@ -37,7 +37,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(make, "RECORDS", tmp_path / "assets" / "results")
     monkeypatch.setattr(make, "CODE", (":(glob)*.py", "common"))
     monkeypatch.setattr(tables, "write", lambda: None)
-    part = make.Part("adder {out}", ("kept.txt", "printed.md"), needs=("data/rows",))
+    part = make.Part("adder {out}", ("kept.txt", "printed.md"), needs=("data/rows",), stages=())
     monkeypatch.setattr(make, "PARTS", {"one": part})
     (tmp_path / ".gitignore").write_text("output/\ndata\n")
     (tmp_path / "adder.py").write_text(ADDER)
@@ -90,6 +90,37 @@ def test_what_is_recorded_is_not_made_again(
     commit(tree)
     assert make.main([]) == 0
     assert (make.RECORDS / "one" / "kept.txt").read_text() == "2\n"
+
+
+def test_a_record_is_of_this_code_while_trajectories_and_recipes_are_the_same(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    golden, recipe = tree / "tests" / "golden" / "sft.json", tree / "assets" / "recipes" / "a.yaml"
+    for file, text in ((golden, '{"cases": {"sft": [1.5]}}'), (recipe, "beta: 1  # tried: 2")):
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    command = "adder {out} assets/recipes/a.yaml"
+    part = replace(make.PARTS["one"], command=command, stages=("sft",))
+    monkeypatch.setattr(make, "PARTS", {"one": part})
+    monkeypatch.setattr(make, "CODE", (*make.CODE, "assets/recipes"))
+    first = commit(tree)
+    make.main([])
+    (tree / "adder.py").write_text(f"# read me\n{ADDER}")
+    recipe.write_text("beta: 1")
+    commit(tree)
+    make.main([])
+    assert f"one: recorded on {first[:10]}, with the trajectories" in capsys.readouterr().out
+    assert make.what_changed("one") == ""
+    assert "have changed" not in tables.source("one")
+    recipe.write_text("beta: 2")
+    assert make.what_changed("one") == "the settings"
+    golden.write_text('{"cases": {"sft": [1.25]}}')
+    assert make.what_changed("one") == "the golden trajectories"
+    assert "; since then the golden trajectories have changed" in tables.source("one")
+    commit(tree)
+    make.main([])
+    assert make.read_record("one")["git_commit"] == make.code_commit()
+    assert make.what_changed("one") == ""
 
 
 def test_the_commit_is_what_runs_whatever_is_edited_meanwhile(tree: Path):
