@@ -1,7 +1,8 @@
 """Flags: a field with its default, its help text and the values it may take; groups of them.
 
-A stage's config is made of the groups that it uses. A class variable with a leading underscore is
-the heading in `--help` of the fields behind it. The last base of a class comes first there.
+A group is of some stages, or of a command too; `stages.py` has the other flags. A class variable
+with a leading underscore is the heading in `--help` of the fields behind it. The last base of a
+class comes first there.
 """
 
 import dataclasses
@@ -114,91 +115,12 @@ class ModelFlags(OutputFlags):
 
 
 @dataclass
-class DataFlags(OutputFlags):
-    """The rows that are read, and the limits of their tokens."""
-
-    _data: ClassVar = "data"
-    dataset_name: str = path_flag(
-        "synthetic", "hub id, folder, .jsonl[.gz] / .json / .parquet, synthetic", required=True
-    )
-    dataset_config: str = flag("", "name of the hub data set's configuration")
-    dataset_revision: str = flag("", "branch, tag or commit of the hub data set")
-    column_map: list[str] = flag(
-        [], "other names for columns, as prompt=question; also in the run's further data sets"
-    )
-    dataset_test_split: str = flag(
-        AUTO, "split to evaluate on; auto: validation, else test, else none; empty: no evaluation"
-    )
-    max_prompt_length: int = flag(512, "tokens; longer prompts are truncated", gt=0)
-    max_completion_length: int = flag(56, "tokens, stop token included", gt=0)
-    prompt_truncation: str = flag(
-        "tldr",
-        "tldr: cut the post at a newline or sentence, keep header and cue; start: drop tokens",
-        ["tldr", "start"],
-    )
-    prompt_cue: str = flag(
-        "",
-        "end of every prompt, which tldr keeps as it keeps TL;DR: (empty: what follows the last "
-        "blank line, up to 100 characters)",
-    )
-    max_dropped_fraction: float = flag(0.05, "refuse a split that loses a larger share", ge=0, le=1)
-
-    def __post_init__(self) -> None:
-        """Refuse incomplete and repeated names of columns."""
-        super().__post_init__()
-        if not all(all(pair.partition("=")) for pair in self.column_map):
-            raise self.refused("column_map", "pairs NEW=OLD, as prompt=question completion=answer")
-        if len(self.renamed_columns) < len(self.column_map):
-            raise self.refused("column_map", "one old name for each new one")
-
-    @property
-    def renamed_columns(self) -> dict[str, str]:
-        """Names of columns by those that `column_map` gives them."""
-        return dict(pair.split("=", 1) for pair in self.column_map)  # type: ignore[misc]
-
-
-@dataclass
 class CompletionFlags(OutputFlags):
     """A condition on the completions of a data set."""
 
     _data: ClassVar = "data"
     require_stop_token: bool = free_flag(
         True, "refuse completions that are all cut before their stop token (false: by design)"
-    )
-
-
-@dataclass
-class ComputeFlags(OutputFlags):
-    """Precision, micro-batches and sharding of a forward pass."""
-
-    _speed: ClassVar = SPEED
-    layout: str = free_flag(
-        "shared_prefix",
-        "shared_prefix: a prompt is computed once for all its completions; padded: the reference, "
-        "one row per completion",
-        ["shared_prefix", "padded"],
-    )
-    micro_batch_tokens: int = free_flag(4096, "tokens in a forward pass on a process", gt=0)
-    micro_batch_size: int = free_flag(1024, "rows (GRPO, scoring: completions) in a pass", gt=0)
-    bf16: bool = flag(False, "compute in bfloat16; parameters and reductions stay in float32")
-    prefetch_blocks: int = free_flag(0, "gather this many blocks ahead of the one that computes")
-    compile: bool = free_flag(False, "torch.compile every block")
-    cpu_offload: bool = free_flag(False, "keep parameters and optimiser state in host memory")
-    num_replicas: int = free_flag(1, "HSDP: groups of processes, each with all shards", gt=0)
-    ddp_timeout: int = free_flag(1800, "seconds to wait for others, as for a download", gt=0)
-
-
-@dataclass
-class BackwardFlags(OutputFlags):
-    """Recomputation and sharding of a backward pass."""
-
-    _speed: ClassVar = SPEED
-    gradient_checkpointing: bool = free_flag(False, "recompute a block's activations in backward")
-    reshard_after_forward: bool = free_flag(
-        True, "free a block's gathered weights between forward and backward (false: ZeRO-2)"
-    )
-    shard_gradients: bool = free_flag(
-        False, "reduce gradients in every micro-batch: a rank holds its shard, not whole ones"
     )
 
 
@@ -213,90 +135,11 @@ class FrozenFlags(OutputFlags):
 
 
 @dataclass
-class OptimiserFlags(OutputFlags):
-    """Steps, learning rate and AdamW."""
-
-    _optimisation: ClassVar = "optimisation"
-    learning_rate: float = flag(1e-5, "peak learning rate", gt=0)
-    warmup_steps: int = flag(0, "steps of linear warmup from 0")
-    lr_scheduler_type: str = flag("cosine", "decay after it", ["cosine", "linear", "constant"])
-    min_lr: float = flag(0.0, "learning rate that the decay ends at", ge=0)
-    num_train_epochs: float = flag(1.0, "passes over the rows, if max_steps is 0", ge=0, le=2**31)
-    max_steps: int = flag(0, "steps of this run (0: num_train_epochs)")
-    weight_decay: float = flag(0.0, "AdamW weight decay, not on biases and norms", ge=0)
-    adam_beta1: float = flag(0.9, "AdamW beta 1", ge=0, lt=1)
-    adam_beta2: float = flag(0.999, "AdamW beta 2", ge=0, lt=1)
-    # with 0 a parameter without gradient becomes 0 / 0
-    adam_epsilon: float = flag(1e-8, "AdamW epsilon", gt=0)
-    max_grad_norm: float = flag(1.0, "clip the global gradient norm to it (0: no clipping)", ge=0)
-
-    def __post_init__(self) -> None:
-        """Refuse schedules that make no sense."""
-        super().__post_init__()
-        if self.min_lr > self.learning_rate:
-            raise self.refused("min_lr", f"at most --learning_rate, {self.learning_rate:g}")
-        if self.max_steps == self.num_train_epochs == 0:
-            raise self.refused("num_train_epochs", "positive with --max_steps 0")
-
-
-@dataclass
-class LoggingFlags(OutputFlags):
-    """Logs, evaluations and profiles."""
-
-    _logging: ClassVar = WATCHING
-    report_to: list[str] = free_flag(["none"], "none, or one or several of these", REPORT_TO)
-    run_name: str = free_flag("", "name of the run in wandb; empty: the name of output_dir")
-    logging_steps: int = free_flag(10, "steps between lines of metrics.jsonl", gt=0)
-    eval_steps: int = free_flag(0, "steps between evaluations (0: at the end only)")
-    num_sample_prompts: int = free_flag(3, "prompts in the printed table of samples (0: no table)")
-    profile: bool = free_flag(False, "record steps with torch.profiler, into output_dir/profile")
-    profile_steps: int = free_flag(3, "steps that profile records, after two of warm-up", gt=0)
-
-
-@dataclass
 class SampleTableFlags(OutputFlags):
     """The table of samples."""
 
     _logging: ClassVar = WATCHING
     sample_steps: int = free_flag(0, "steps between printed samples (0: at the end only)")
-
-
-@dataclass
-class CheckpointFlags(OutputFlags):
-    """Checkpoints: when to write, which to keep, where to resume."""
-
-    _logging: ClassVar = WATCHING
-    save_steps: int = free_flag(0, "steps between checkpoints (0: none)")
-    resume_from_checkpoint: str = free_flag(
-        "auto",
-        "auto: the newest whole checkpoint in output_dir, if it is of a run like this one; latest: "
-        "of any run; none: start anew, removing those in output_dir; or a checkpoint's folder",
-        is_path=True,
-    )
-    keep_last: int = free_flag(3, "checkpoints to keep in output_dir, with the best one (0: all)")
-    async_save: bool = free_flag(True, "write checkpoints while training goes on, from a host copy")
-    metric_for_best_model: str = free_flag(
-        "", "a logged metric, as eval_loss: keep the checkpoint where it was best (loss: lowest)"
-    )
-    load_best_model_at_end: bool = free_flag(False, "export that checkpoint and not the last step")
-
-
-@dataclass
-class LoraFlags(OutputFlags):
-    """Low-rank adapters in place of whole weights."""
-
-    _lora: ClassVar = "LoRA"
-    lora_r: int = flag(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
-    lora_alpha: int = flag(32, "adapters are scaled by lora_alpha / lora_r", gt=0)
-    lora_target_modules: list[str] = flag(
-        [], "layers with an adapter, by the end of their name (empty: every linear of the blocks)"
-    )
-
-    def __post_init__(self) -> None:
-        """Refuse layers for adapters that are not made."""
-        super().__post_init__()
-        if self.lora_target_modules and not self.lora_r:
-            raise self.refused("lora_target_modules", "empty without --lora_r")
 
 
 @dataclass
