@@ -39,7 +39,7 @@ class Run:
         Checkpoints and the exported model hold the vocabulary's tokenizer and stop ids. A
         `moving_reference` is saved with the sharded module.
         """
-        from common.checkpoint import hf_folder
+        from common.checkpoint import export
         from common.checkpoint.checkpointer import Checkpointer
         from common.model import optim
         from common.record.logger import RunLogger
@@ -56,7 +56,7 @@ class Run:
         self.has_updated = False  # in the current step
         settings: dict[str, bytes] = {}  # the exported folder's files but the weights, by name
         if distributed.is_rank0():
-            settings = hf_folder.settings_of(module.lm, vocabulary, config)
+            settings = export.settings_of(module.lm, vocabulary, config)
         self.checkpointer = Checkpointer(
             config, module, self.optimizer, self.metrics, moving_reference, settings
         )

@@ -43,7 +43,7 @@ class Checkpointer:
     `output_dir` must be one folder for all ranks: on several hosts, of a shared file system.
 
     Model and `reference`, which changes during the run, are sharded. `settings`, on rank 0, are the
-    exported folder's files except weights (`hf_folder.settings_of`).
+    exported folder's files except weights (`export.settings_of`).
     """
 
     def __init__(

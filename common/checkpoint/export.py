@@ -5,10 +5,17 @@ Also a command that exports a checkpoint:
     python -m common.checkpoint.export output/sft/checkpoints/step_00000500 --output_dir exported
 """
 
+import copy
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
+
+import torch
+import yaml
+from torch import Tensor, nn
+from transformers.dynamic_module_utils import custom_object_save
 
 from common import distributed
 from common.checkpoint import hf_folder, layout, push
@@ -17,10 +24,11 @@ from common.config.flags import HubFlags, ModelFlags, path_flag
 from common.config.parser import parse
 from common.config.stages import TrainConfig
 from common.errors import UserError
-from common.model import fsdp
-from common.record.run_folder import refuse_unwritable
+from common.model import fsdp, lora
+from common.record.run_folder import refuse_unwritable, short_path
 from common.record.terminal import run_command
 from common.text.example import Vocabulary
+from common.text.sources import is_id
 
 
 def save_pretrained(
@@ -42,21 +50,104 @@ def save_pretrained(
     Raises:
         UserError: rank 0 could not write it; raised on every rank.
     """
-    lm, failure = module.lm, ""
+    lm = module.lm
     whole = hf_folder.once_each(module, fsdp.full_state_dict(module))  # tied parameters once
     # With `pop`, so that `state` alone refers to a weight, and can free it.
     state = {name.removeprefix("lm."): whole.pop(name) for name in list(whole)}
-    if distributed.is_rank0():
+    with distributed.together():
+        if not distributed.is_rank0():
+            return
         try:
-            if reward_shift and not hf_folder.fold_reward_shift(lm, state, reward_shift):
+            if reward_shift and not fold_reward_shift(lm, state, reward_shift):
                 # No bias to fold it into: the config keeps it, added to that of the loaded model.
                 lm.config.reward_shift = module.shift + reward_shift
-            settings = hf_folder.settings_of(lm, vocabulary, config)
+            settings = settings_of(lm, vocabulary, config)
             hf_folder.write_folders(lm, state, settings, folder)
         except Exception as error:  # of a disk, or whatever transformers refuses
-            failure = f"the model {folder} could not be written ({cause(error)})"
-    if failure := distributed.from_rank0(failure):
-        raise UserError(failure)
+            raise UserError(f"the model {folder} could not be written ({cause(error)})") from None
+
+
+def settings_of(
+    lm: Any, vocabulary: Vocabulary, config: TrainConfig | None = None
+) -> dict[str, bytes]:
+    """Every file of a model's folder but its weights: contents by name.
+
+    Of a model with adapters also peft's `adapter_config.json`, which `write_folders` puts into the
+    adapter's folder. The vocabulary's stop ids become the generation config's eos ids, so that
+    `generate` stops there. With the config of the run there is a model card.
+    """
+    model_config = copy.deepcopy(lm.config)
+    model_config.architectures = [type(lm).__name__]
+    model_config.use_cache = True
+    model_config.dtype = torch.float32  # not that of a base under adapters
+    with TemporaryDirectory() as name:
+        if lm.is_remote_code():
+            custom_object_save(lm, name, config=model_config)
+        model_config.save_pretrained(name)
+        if lm.can_generate():
+            generation = copy.deepcopy(lm.generation_config)
+            generation.eos_token_id = list(vocabulary.stop_ids)
+            generation.pad_token_id = vocabulary.pad_id
+            generation.save_pretrained(name)
+        if settings := getattr(lm, "peft_config", {}).get(lora.TRAINED):
+            settings = copy.copy(settings)
+            settings.inference_mode = True  # as peft writes it
+            settings.save_pretrained(name)
+        vocabulary.tokenizer.save_pretrained(name)
+        if config is not None:
+            Path(name, "README.md").write_text(model_card(config), encoding="utf-8")
+        return hf_folder.read_settings(Path(name))
+
+
+def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
+    """Add a constant to every score by moving the bias of the final LayerNorm along the head.
+
+    With score = w . (n + b), b + shift w / |w|^2 adds exactly `shift`. The head has no bias in
+    transformers' classifiers; so transformers computes the shift too. Returns False, with nothing
+    changed, for RMSNorm, which has no bias.
+    """
+    head = state["score.weight"][0]  # (D,)
+    inside = fsdp.inside_blocks(lm)
+    for name, norm in reversed(list(lm.base_model.named_modules())):  # OPT's is in its `decoder`
+        is_final = isinstance(norm, nn.LayerNorm) and norm not in inside
+        if is_final and norm.bias is not None and norm.bias.shape == head.shape:
+            key = f"{lm.base_model_prefix}.{name}.bias"
+            state[key] = state[key] + shift * head / head.square().sum()
+            return True
+    return False
+
+
+def model_card(config: TrainConfig) -> str:
+    """The README.md on the hub: stage, base, data, and flags that change results, not defaults.
+
+    Of absolute paths it has the last two names.
+    """
+    from huggingface_hub import ModelCardData
+
+    sources = (config.model_name_or_path, config.dataset_name)
+    base, rows = ([source] if is_id(source) else None for source in sources)
+    header = ModelCardData(
+        library_name="transformers", tags=[config.stage.lower()], base_model=base, datasets=rows
+    )
+    flags = {
+        f.name: shortened(value)
+        for f in fields(config)
+        if not f.metadata["may_change"]
+        and (value := getattr(config, f.name)) != f.metadata["default"]
+    }
+    title = config.hub_model_id or Path(config.output_dir).name
+    start, data = map(short_path, sources)
+    return (
+        f"---\n{header.to_yaml()}\n---\n\n# {title}\n\n{config.stage} of {start} on {data}.\n\n"
+        f"```yaml\n{yaml.safe_dump(flags, sort_keys=False)}```\n"
+    )
+
+
+def shortened(value: Any) -> Any:
+    """A flag's value; of absolute paths the last two names."""
+    if isinstance(value, list):
+        return [shortened(item) for item in value]
+    return short_path(value) if isinstance(value, str) else value
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ alone can be exported, and the result equals the run's exported model to the bit
 their base.
 """
 
-import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -21,16 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.dynamic_module_utils import custom_object_save
 
 from common import distributed
-from common.checkpoint import card, layout
+from common.checkpoint import layout
 from common.config.flags import ModelFlags, values_of
-from common.config.stages import TrainConfig
 from common.errors import UserError, gist
-from common.model import checks, fsdp, load, lora
+from common.model import checks, load, lora
 from common.record.run_folder import CONFIG
-from common.text.example import Vocabulary
 
 Config = TypeVar("Config", bound=ModelFlags)
 NOT_MODELS = ("output_dir", "resume_from_checkpoint", "checkpoint")  # paths of other things
@@ -38,38 +33,6 @@ OF_MODEL = ("config.json", "generation_config.json")  # in the folder of whole w
 
 
 # ---- settings: all files but weights -------------------------------------------------------------
-
-
-def settings_of(
-    lm: Any, vocabulary: Vocabulary, config: TrainConfig | None = None
-) -> dict[str, bytes]:
-    """Every file of a model's folder but its weights: contents by name.
-
-    Of a model with adapters also peft's `adapter_config.json`, which `write_folders` puts into the
-    adapter's folder. The vocabulary's stop ids become the generation config's eos ids, so that
-    `generate` stops there. With the config of the run there is a model card.
-    """
-    model_config = copy.deepcopy(lm.config)
-    model_config.architectures = [type(lm).__name__]
-    model_config.use_cache = True
-    model_config.dtype = torch.float32  # not that of a base under adapters
-    with TemporaryDirectory() as name:
-        if lm.is_remote_code():
-            custom_object_save(lm, name, config=model_config)
-        model_config.save_pretrained(name)
-        if lm.can_generate():
-            generation = copy.deepcopy(lm.generation_config)
-            generation.eos_token_id = list(vocabulary.stop_ids)
-            generation.pad_token_id = vocabulary.pad_id
-            generation.save_pretrained(name)
-        if settings := getattr(lm, "peft_config", {}).get(lora.TRAINED):
-            settings = copy.copy(settings)
-            settings.inference_mode = True  # as peft writes it
-            settings.save_pretrained(name)
-        vocabulary.tokenizer.save_pretrained(name)
-        if config is not None:
-            Path(name, "README.md").write_text(card.model_card(config), encoding="utf-8")
-        return read_settings(Path(name))
 
 
 def read_settings(folder: Path) -> dict[str, bytes]:
@@ -120,24 +83,6 @@ def once_each(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     every = (name for name, _ in module.named_parameters(remove_duplicate=False))
     second_names = set(every) - {name for name, _ in module.named_parameters()}
     return {name: value for name, value in state.items() if name not in second_names}
-
-
-def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
-    """Add a constant to every score by moving the bias of the final LayerNorm along the head.
-
-    With score = w . (n + b), b + shift w / |w|^2 adds exactly `shift`. The head has no bias in
-    transformers' classifiers; so transformers computes the shift too. Returns False, with nothing
-    changed, for RMSNorm, which has no bias.
-    """
-    head = state["score.weight"][0]  # (D,)
-    inside = fsdp.inside_blocks(lm)
-    for name, norm in reversed(list(lm.base_model.named_modules())):  # OPT's is in its `decoder`
-        is_final = isinstance(norm, nn.LayerNorm) and norm not in inside
-        if is_final and norm.bias is not None and norm.bias.shape == head.shape:
-            key = f"{lm.base_model_prefix}.{name}.bias"
-            state[key] = state[key] + shift * head / head.square().sum()
-            return True
-    return False
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -235,21 +180,22 @@ def with_folders(config: Config) -> Config:
 
 def exported(checkpoint: Path, config: ModelFlags) -> str:
     """The folder `model` in a checkpoint, exported if it is missing. Collective."""
-    model, failure = checkpoint / "model", ""
+    model = checkpoint / "model"
     if distributed.from_rank0(model.is_dir()):
         return str(model)
     if reason := layout.damage(checkpoint):
         raise UserError(f"the checkpoint {checkpoint} cannot be read: {reason}.")
-    if distributed.is_rank0():
+    with distributed.together():
+        if not distributed.is_rank0():
+            return str(model)
         try:
             with FileLock(checkpoint / ".lock"):  # the second of two commands waits
                 if not model.is_dir():
                     export(checkpoint, checkpoint, config)
                     print(f"the checkpoint {checkpoint} is exported to {model}", flush=True)
-        except UserError as error:
-            failure = str(error)
         except OSError as error:
-            failure = f"no model can be written into the checkpoint {checkpoint}: {gist(error)}."
-    if failure := distributed.from_rank0(failure):
-        raise UserError(failure)
+            reason = gist(error)
+            raise UserError(
+                f"no model can be written into the checkpoint {checkpoint}: {reason}."
+            ) from None
     return str(model)

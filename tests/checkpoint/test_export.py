@@ -20,7 +20,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import distributed
-from common.checkpoint import card, export, hf_folder, layout, push
+from common.checkpoint import export, hf_folder, layout, push
 from common.checkpoint.checkpointer import Checkpointer
 from common.checkpoint.export import ExportConfig
 from common.config.stages import SFTConfig
@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
     config = tiny.train_config(output_dir=str(run), keep_last=0, async_save=False)
     policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", vocab_size=300)), config, distributed.mesh())
     policy.lm.config.use_cache = False
-    settings = hf_folder.settings_of(policy.lm, tiny.vocabulary([5, 0]))
+    settings = export.settings_of(policy.lm, tiny.vocabulary([5, 0]))
     optimizer = optim.build_optimizer(policy, config)
     metrics = Accumulator(distributed.device())
     saver = Checkpointer(config, policy, optimizer, metrics, settings=settings)
@@ -126,7 +126,7 @@ def test_what_is_no_checkpoint_or_damaged_is_refused(
 
 def test_a_card_has_what_changes_results_and_no_path_of_this_machine(tmp_path: Path) -> None:
     flags = {"output_dir": str(tmp_path / "mine"), "model_name_or_path": "lab/base", "seed": 77}
-    text = card.model_card(SFTConfig(**flags, dataset_name=f"{tmp_path}/my/rows"))
+    text = export.model_card(SFTConfig(**flags, dataset_name=f"{tmp_path}/my/rows"))
     _, header, body = text.split("---\n", 2)
     expected = {"library_name": "transformers", "tags": ["sft"], "base_model": ["lab/base"]}
     assert yaml.safe_load(header) == expected
@@ -135,7 +135,7 @@ def test_a_card_has_what_changes_results_and_no_path_of_this_machine(tmp_path: P
     assert "learning_rate" not in body  # as by default
     assert str(tmp_path) not in text
     flags["model_name_or_path"] = str(tmp_path)
-    assert "base_model:" not in card.model_card(SFTConfig(**flags, dataset_name="synthetic"))
+    assert "base_model:" not in export.model_card(SFTConfig(**flags, dataset_name="synthetic"))
 
 
 def test_the_hub_is_asked_before_and_given_the_model_and_the_adapter_at_the_end(

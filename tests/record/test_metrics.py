@@ -26,7 +26,7 @@ from ranks import launch, run_stages
 
 import evaluate
 from common import distributed
-from common.checkpoint import hf_folder
+from common.checkpoint import export
 from common.config.parser import parse
 from common.config.stages import SFTConfig, TrainConfig
 from common.errors import UserError
@@ -776,7 +776,7 @@ def test_off_nothing_is_started(why: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(distributed, "is_rank0", lambda: why != "other rank")
     order: Any = SimpleNamespace(total_steps=lambda _: 0 if why == "no steps left" else 5)
     flags = [] if why == "off" else ["--profile", "true"]
-    monkeypatch.setattr(hf_folder, "settings_of", lambda *_: {})
+    monkeypatch.setattr(export, "settings_of", lambda *_: {})
     module: Any = torch.nn.Linear(2, 2)
     module.lm = module
     run = Run(module, order, config(tmp_path, *flags), None, tiny.vocabulary())
