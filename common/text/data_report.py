@@ -1,20 +1,12 @@
-"""Progress and losses while a split is read: a bar, and a report."""
+"""A report of what is lost while a split is read."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from common import distributed
 from common.errors import UserError
 
-Item = TypeVar("Item")
 PERCENT = (50, 90, 95, 99, 100)  # of a file's prompts and completions, at which lengths are printed
-
-
-def progress(rows: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
-    """The rows, counted by a bar once they take seconds."""
-    return iter(distributed.progress_bar(title, total, unit="row", items=rows))
 
 
 @dataclass

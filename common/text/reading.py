@@ -11,7 +11,6 @@ from common.config.flags import AUTO
 from common.config.stages import CommonConfig
 from common.errors import UserError
 from common.text import schemas, sources
-from common.text.data_report import progress
 from common.text.rows import RawRow
 
 HELD_OUT_SPLITS = ("validation", "test")  # of which AUTO takes the first that is there
@@ -50,7 +49,7 @@ def load_rows(
         limit = row_slice.stop or (num_rows and (row_slice.start or 0) + num_rows)
         return synthetic.make_rows(kind, name, limit)[row_slice][: num_rows or None]
     label, unchecked = _open_split(config, dataset_name, split)
-    rows = list(progress(unchecked, "reading"))
+    rows = list(distributed.progress_bar("reading", None, unit="row", items=unchecked))
     if not rows:
         raise UserError(f"{label} has no rows; at least one is needed.")
     may_lack = dataset_name != config.dataset_name

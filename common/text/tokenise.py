@@ -15,7 +15,7 @@ from common.config.stages import CommonConfig
 from common.errors import UserError
 from common.text import shared_rows
 from common.text.chat import render
-from common.text.data_report import DataReport, progress
+from common.text.data_report import DataReport
 from common.text.example import Example, Vocabulary
 from common.text.reading import load_rows
 from common.text.rows import Row
@@ -64,9 +64,10 @@ def load_examples(
 
     def read() -> list[Example]:
         raw_rows = load_rows(config, dataset_name, split, kind, num_rows)
+        bar = distributed.progress_bar("rendering", len(raw_rows), unit="row", items=raw_rows)
         rows = [
             row
-            for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))
+            for number, raw in enumerate(bar)
             for row in render(raw, kind, vocabulary.tokenizer, number)
         ]
         with tokenizer_threads():
@@ -114,7 +115,7 @@ def tokenize_rows(
     report = DataReport(split, len(rows), limits)
     examples: list[Example] = []
     boundaries: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
-    remaining = progress(rows, "tokenising", len(rows))
+    remaining = iter(distributed.progress_bar("tokenising", len(rows), unit="row", items=rows))
     while chunk := list(islice(remaining, CHUNK_ROWS)):
         prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config, cue)
         texts = [text for row in chunk for text in row.completions]
