@@ -1,6 +1,6 @@
 """Evaluation on a whole split in fixed order, split over ranks, the same numbers on every rank."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,15 +38,9 @@ def score_examples(
     """
     groups, first_slots = distinct_completions(examples, config)
     packed = data.pack_micro_batches(groups[distributed.rank() :: distributed.world_size()], config)
-    bar = distributed.progress_bar(title, len(packed), unit="batch")
-
-    def batches() -> Iterator[AnyBatch]:
-        for batch in packed:
-            bar.update()
-            yield data.collate(batch, config.layout, vocabulary.pad_id)
-        bar.close()
-
-    scores = score_batches(model, batches(), len(first_slots), score)  # by slot
+    bar = distributed.progress_bar(title, None, unit="batch", items=packed)
+    batches = (data.collate(batch, config.layout, vocabulary.pad_id) for batch in bar)
+    scores = score_batches(model, batches, len(first_slots), score)  # by slot
     by_example: Tensor = scores[first_slots].unflatten(0, (-1, len(examples[0].completions)))
     return by_example
 
