@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from common import data, distributed
 from common.advantages import normalise_globally, step_advantages, weighted_group_advantages
@@ -176,12 +175,13 @@ def reference_head(
 
     A larger model of a family may have more embeddings than the policy: no token has those ids.
     """
+    from common.model import rollout_copy
+
     fsdp.reshard(reference)
     dtype = torch.bfloat16 if config.bf16 else torch.float32
 
     def whole(parameter: Tensor) -> Tensor:
-        value = parameter.detach().to(distributed.device(), dtype)
-        return (value.full_tensor() if isinstance(value, DTensor) else value)[:num_ids].float()
+        return rollout_copy.gather(parameter, dtype)[:num_ids].float()
 
     head = reference.lm.get_output_embeddings()
     return Head(whole(head.weight), None if head.bias is None else whole(head.bias))

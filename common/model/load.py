@@ -326,12 +326,10 @@ def load(
     if is_config and config.lora_r > 0 and path == config.model_name_or_path:
         needed = "a folder or hub id with --lora_r: a config has no weights to adapt"
         raise config.refused("model_name_or_path", needed)
-    if not distributed.is_rank0():
-        with torch.device("meta"):
-            return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
-    if is_config:
+    if is_config or not distributed.is_rank0():
         torch.manual_seed(derive_seed(config.seed, "model initialisation"))
-        model = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
+        with torch.device("cpu" if distributed.is_rank0() else "meta"):
+            model = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
         distributed.seed_everything(config.seed)
         return model
     try:
