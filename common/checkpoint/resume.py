@@ -1,5 +1,6 @@
 """The checkpoint to resume from, and refusals of a folder of another run."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -140,14 +141,11 @@ def set_aside_other_model(config: TrainConfig) -> None:
 
 def has_own(folders: Sequence[Path], config: TrainConfig) -> bool:
     """Whether any of the checkpoints is of a run of this stage with this config. Collective."""
-
-    def is_own(folder: Path) -> bool:
-        try:
-            return not other_run(folder, config)
-        except (ValueError, KeyError):  # damaged, or written by another version
-            return False
-
-    return bool(distributed.from_rank0(any(map(is_own, folders))))
+    is_own = False
+    for folder in folders:
+        with contextlib.suppress(ValueError, KeyError):  # damaged, or written by another version
+            is_own |= not other_run(folder, config)
+    return bool(distributed.from_rank0(is_own))
 
 
 def named(folder: Path, config: TrainConfig, others: Sequence[Path]) -> Path:
