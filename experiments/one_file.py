@@ -2,15 +2,15 @@
 
     python -m experiments.one_file        # trains the demo's chain, in minutes on two CPU cores
 
-To be read from top to bottom: a Hugging Face GPT-2, one process, padded rows, and no more. It
-computes what the five scripts compute: `tests/stages/test_one_file.py` compares losses, gradient
-norms, accuracies, KL and every sampled token. Only the embedded task, the order of its rows and the
-random numbers are shared with the scripts, so that both draw the same rows and completions. What
-the scripts add, and why, is in docs/reading.md.
+To read from top to bottom: a Hugging Face GPT-2, one process, padded rows, and no more. It computes
+what the five scripts compute: `tests/stages/test_one_file.py` compares losses, gradient norms,
+accuracies, KL and every sampled token. It shares with them the embedded task, the order of its rows
+and the random numbers, so that both draw the same rows and completions, and nothing else. What the
+scripts add, and why, is in docs/reading.md.
 
 Shapes: N prompts with K completions each, or the G of K that are kept, are B completions. The
 longest prompt has P tokens, the longest completion C, T = P + C; V is the size of the vocabulary, D
-the width of the model. Log-probabilities are in nats.
+the width of the model. Names: `ref` is the frozen reference, `rm` the reward model, `f` the flags.
 """
 
 import math
@@ -105,7 +105,7 @@ def collate(rows: Rows) -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 # ---- model ---------------------------------------------------------------------------------------
 def token_logps(policy: Policy, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Log pi(y_t | x, y_<t) of every completion token, (B, C), 0 at padding; and the mask."""
+    """Log pi(y_t | x, y_<t) in nats of the completions' tokens, (B, C), 0 at padding; the mask."""
     inputs, completion_ids, mask = collate(rows)
     # The logits of a column predict the token of the next: one column more, and not the last
     logits: Tensor = policy(**inputs, logits_to_keep=mask.shape[1] + 1).logits[:, :-1]  # (B, C, V)
@@ -138,7 +138,7 @@ def draw(logps: Tensor, uniforms: Tensor) -> Tensor:
     """Draw a token (B,) from log-probabilities (B, V) by two uniform numbers (B, 2).
 
     The first chooses a block of about sqrt(V) ids, the second an id in it, each by inverting a
-    cumulative distribution: one over all V ids has more boundaries, where rounding decides.
+    cumulative distribution. One over all V ids has more boundaries at which rounding decides.
     """
 
     def invert(logps: Tensor, uniform: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def sample(policy: Policy, rows: Rows, k: int, step: int, f: Flags) -> Rows:
     numbers = torch.tensor([[row.number] for row in rows for _ in range(k)])  # (B, 1)
     samples = torch.arange(k).repeat(len(rows))[:, None]  # (B, 1)
     inputs, drawn, _ = collate([replace(row, completions=[[]] * k) for row in rows])
-    cache = None  # keys and values of all tokens but the newest
+    cache = None  # keys and values of the tokens before `input_ids`
     for position in range(f.max_completion_length):
         output = policy(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         uniforms = noise.uniform(seed, numbers, samples, position, torch.arange(2))  # (B, 2)
@@ -194,8 +194,8 @@ def train(
             optimizer.zero_grad()
             log.append({"loss": loss.item(), "grad_norm": norm.item(), **metrics})
         if (step + 1) % 20 == 0:
-            shown = "".join(f"  {key} {value:.3f}" for key, value in log[-1].items())
-            print(f"{name} {step + 1}{shown}  {(time.perf_counter() - began) / 60:.1f} minutes")
+            shown = log[-1] | {"minutes": (time.perf_counter() - began) / 60}
+            print(name, step + 1, *(f" {key} {x:.3f}" for key, x in shown.items()), flush=True)
     return log
 
 
@@ -254,7 +254,7 @@ def grpo(policy: Policy, ref: Policy, rm: RewardModel, rows: Rows, step: int, f:
     loss   = mean_i mean_t [- min(rho A, clip(rho, 0.8, 1.2) A) + beta KL]                    eq. 3
     KL     = ref / pi - log (ref / pi) - 1, at the sampled tokens                             eq. 4
     """
-    # 1. Sample K candidates of each prompt, and score them; -1 for one that did not stop
+    # 1. Sample K candidates of each prompt, and score them; one that did not stop has reward -1
     sampled = sample(policy, rows, f.num_candidates, step, f)
     has_stop = torch.tensor([[ids[-1] == STOP for ids in row.completions] for row in sampled])
     rewards = score(completion_rewards, rm, sampled).where(has_stop, -1.0)  # (N, K)
@@ -265,21 +265,21 @@ def grpo(policy: Policy, ref: Policy, rm: RewardModel, rows: Rows, step: int, f:
     seeds = noise.hash_counters(seed, torch.tensor([[row.number] for row in rows]))  # (N, 1)
     salt = noise.derive_seed(0, "rejection_sample", "gumbel")
     uniforms = noise.uniform(salt, seeds, torch.arange(f.num_candidates))  # (N, K)
-    kept = rewards / f.rejection_temperature - (-uniforms.log()).log()
-    kept = kept.topk(f.num_generations).indices  # (N, G)
-    # 3. Advantages. The baseline is the mean of all K, also of those that are not kept: the kept
-    # ones are better, so that their advantages are positive on average
+    perturbed = rewards / f.rejection_temperature - (-uniforms.log()).log()
+    kept = perturbed.topk(f.num_generations).indices  # (N, G)
+    # 3. Advantages. The baseline is the mean of all K candidates. Those that are kept are better
+    # than it, so that their advantages are positive on average
     std, mean = torch.std_mean(rewards, 1, keepdim=True)  # (N, 1)
     advantages = ((rewards - mean) / (std + 1e-4)).gather(1, kept)  # (N, G)
     if f.normalize_globally:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-4)
-    advantages = advantages.float().view(-1, 1)  # (B, 1): all tokens of a completion have the same
+    advantages = advantages.float().view(-1, 1)  # (B, 1): one for all tokens of a completion
     # 4. Log-probs under the reference, and under the policy before the updates
-    texts = [[row.completions[i] for i in k] for row, k in zip(sampled, kept.tolist(), strict=True)]
-    rows = [replace(row, completions=ids) for row, ids in zip(rows, texts, strict=True)]
+    pairs = zip(sampled, kept.tolist(), strict=True)
+    rows = [replace(row, completions=[row.completions[i] for i in chosen]) for row, chosen in pairs]
     with torch.no_grad():
         ref_logps, old_logps = (token_logps(lm, rows)[0] for lm in (ref, policy))  # (B, C)
-    # 5. Updates. In the first one rho is 1, and its gradient that of log pi
+    # 5. Updates. In the first one rho is 1, and its gradient is that of log pi
     for _ in range(f.num_iterations):
         logps, mask = token_logps(policy, rows)  # (B, C)
         ratio = (logps - old_logps).exp()
@@ -295,7 +295,7 @@ def evaluate(
 ) -> dict[str, Tensor]:
     """Outcomes of held-out pairs by two scores, and measures of one sample of each prompt."""
     logps, ref_logps = (score(completion_logps, policy, pairs) for policy in (lm, ref))  # (N, 2)
-    rewards = logps if lm is ref else logps - ref_logps  # implicit ones; of the reference all are 0
+    rewards = logps if lm is ref else logps - ref_logps  # implicit, and 0 for the reference
     lengths = torch.tensor([[len(ids) for ids in row.completions] for row in pairs])  # (N, 2)
     sampled = sample(lm, prompts, 1, 0, f)
     ids = [row.completions[0] for row in sampled]
