@@ -1,8 +1,8 @@
 """Claim: GRPO's variants are what their papers say, in the run as in the formula.
 
 - What is collated are the completions that count, with their own advantages and denominators.
-- With one update the gradient is REINFORCE's; for every aggregation it is the same however the
-  completions are cut into micro-batches; dropped groups leave that of the others as if alone.
+- For every aggregation the gradient is the same however the completions are cut into micro-batches;
+  dropped groups leave that of the others as if alone. `test_one_file.py` has the loop's own.
 - Advantages are against the baseline that the flag names, all candidates or the kept ones.
 - The exact KL is that of an enumeration over the vocabulary, and so is its gradient.
 - Every variant trains without a warning on two ranks, as it does on one, and differs from the rest.
@@ -497,27 +497,6 @@ def test_step_rewards_refuse_what_means_nothing_to_them(flags):
 # ---- gradients -----------------------------------------------------------------------------------
 
 REWARDS = [[0.0, 1.0, 5.0], [2.0, 2.5, 2.0], [1.0, -1.0, 0.5], [3.0, 3.0, 1.0]]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_update_is_reinforce(layout):
-    """Minus A times the gradient of log pi, token by token, by transformers alone."""
-    policy, groups = Policy(tiny.causal_lm("gpt2")), new_groups(REWARDS)
-    ours = gradient(policy, groups, new_config(beta=0.0, layout=layout))
-    policy.zero_grad()
-    total = torch.zeros(())
-    for n, example in enumerate(groups.examples):
-        rewards = groups.rewards[n]
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        for advantage, ids in zip(
-            advantages, groups.rollouts.completion_ids[3 * n : 3 * n + 3], strict=True
-        ):
-            logps = tiny.plain_logps(policy.lm, example.prompt_ids, ids)
-            total = total - advantage * logps.mean() / 12
-    total.backward()
-    expected = flat_gradient(policy)
-    assert expected.norm() > 0.1
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5 * float(expected.norm()))
 
 
 def test_the_first_update_is_not_clipped_where_the_sampler_drifted():

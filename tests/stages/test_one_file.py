@@ -2,18 +2,17 @@
 
 Five steps of SFT, reward model, DPO and GRPO from the same weights have the same loss, gradient
 norm, accuracy and KL, and GRPO the same completions, token by token; `evaluate.py` has the same
-table. The scripts run as they are used: under FSDP, a prompt computed once for its completions, and
-in micro-batches. Only pairs whose scores are equal but for rounding are left out.
+table. The scripts run as they are used: under FSDP, in micro-batches, with a prompt computed once
+for all its completions; without their self-checks, so that a mistake shows in the numbers.
 
-Two computations of a gradient are a tenth of `tiny.gradient_rounding` apart at most: for this model
-1e-5 of its norm. A loss has fewer roundings. That of GRPO is a mean of advantages, which are about
-1, and is itself near 0. Its KL is a sum over about four tokens of d^2 / 2, where d is up to 0.1 and
-a difference of two numbers of 8 nats: it rounds by 4 x 0.1 x 1e-6 nats.
+Tolerances: two computations of a gradient are a tenth of `tiny.gradient_rounding` apart at most,
+which is 1e-5 of its norm here; a loss has fewer roundings. GRPO's loss, KL and reward and the cells
+of the table are means of numbers of about 1 and may be near 0: 1e-6 more, 16 roundings of 1.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -42,6 +41,7 @@ STEPS, NUM_ROWS = 5, 19  # in batches of 8 the third has 3 rows, in batches of 4
 COMMON = SHORT_RUN | {
     "num_train_rows": NUM_ROWS,
     "dataset_test_split": "",
+    "self_check": False,
     "max_completion_length": 48,
     "micro_batch_tokens": 300,
     "batch_size": 8,
@@ -70,11 +70,23 @@ FIRST_PROMPT, NEAREST = 9, 5e-5
 
 @dataclass
 class Scripts:
-    """The runs of the scripts."""
+    """The scripts' runs, each made when it is asked for."""
 
-    folder: Path  # a run each, and `base`, the model they start from
+    folder: Path  # a run each, and the models that they start from
     tokenizer: Any
-    rollouts: dict[str, Any]  # completions by variant, and by "step S, row R"
+    flags: dict[str, dict[str, Any]]  # by run
+    rollouts: dict[str, Any] = field(default_factory=dict)  # by run, and by "step S, row R"
+
+    def run(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a run's metrics."""
+        if name not in self.rollouts:
+            stage = "grpo" if name in VARIANTS else name
+            paths = {"model_name_or_path": f"{self.folder}/base"}
+            paths |= {"output_dir": f"{self.folder}/{name}"}
+            flags = COMMON | OF_STAGE[stage] | paths | self.flags[name]
+            (record,) = run_stages([{"stage": stage, "flags": flags}])
+            self.rollouts[name] = record["rollouts"]
+        return read_jsonl(self.folder / name / "metrics.jsonl")
 
     def rows(self, kind: str, first: int = 0, last: int = NUM_ROWS) -> list[Row]:
         rows = one_file.read_rows(self.tokenizer, Flags(), kind, "train", last)[first:]
@@ -89,16 +101,13 @@ class Scripts:
         model.shift = 0.0
         return model
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        return read_jsonl(self.folder / name / "metrics.jsonl")
-
-    def check(self, name: str, log: list[dict[str, float]], **tolerances: float) -> None:
-        """Compare metrics, with an absolute tolerance each, of a run with those of our steps."""
-        lines = [line for line in self.lines(name) if "loss" in line]
+    def check(self, name: str, log: list[dict[str, float]], *metrics: str, abs: float = 0) -> None:
+        """Compare the metrics of each step of a run with those of the one file."""
+        lines = [line for line in self.run(name) if "loss" in line]
         assert len(lines) == len(log) == STEPS
-        for metric, tolerance in tolerances.items():
+        for metric in ("loss", "grad_norm", *metrics):
             expected, values = ([line[metric] for line in each] for each in (log, lines))
-            assert values == pytest.approx(expected, rel=1e-5, abs=tolerance), metric
+            assert values == pytest.approx(expected, rel=1e-5, abs=abs), metric
             assert len({*expected}) > 1
 
 
@@ -106,9 +115,9 @@ def train(
     name: str, model: Any, rows: list[Row], losses: Callable[..., Losses], flags: Flags = FLAGS
 ) -> list[dict[str, float]]:
     """The metrics of each update of a stage of the one file."""
-    c = COMMON | OF_STAGE[name]
-    recipe = (NUM_ROWS, c["batch_size"], STEPS, c["learning_rate"], c["warmup_steps"])
-    recipe = (*recipe, c["adam_beta2"], c["weight_decay"])
+    flag = COMMON | OF_STAGE[name]
+    optimiser = [flag[key] for key in ("learning_rate", "warmup_steps", "adam_beta2")]
+    recipe = (NUM_ROWS, flag["batch_size"], STEPS, *optimiser, flag["weight_decay"])
     with mock.patch.dict(one_file.RECIPES, {name: recipe}):
         return one_file.train(name, model, rows, flags, losses)
 
@@ -138,36 +147,27 @@ def save_models(folder: Path, tokenizer: Any) -> None:
 @pytest.fixture(scope="module")
 def scripts(
     tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
-) -> Iterator[Scripts]:
-    """Every training script, in this process."""
+) -> Scripts:
+    """No script has run yet."""
+    folder = tmp_path_factory.mktemp("one_file")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    scripts = Scripts(tmp_path_factory.mktemp("one_file"), tokenizer, {})
-    save_models(scripts.folder, tokenizer)
+    save_models(folder, tokenizer)
     random = {"model_name_or_path": str(tiny_gpt2), "tokenizer_name_or_path": str(tokenizer_folder)}
-    runs = {"sft": random, "reward": {}, "dpo": {}}
+    flags: dict[str, dict[str, Any]] = {"sft": random, "reward": {}, "dpo": {}}
     for name, f in VARIANTS.items():
-        runs[name] = {flag: getattr(f, flag) for flag in SAME_FLAGS} | {
+        flags[name] = {flag: getattr(f, flag) for flag in SAME_FLAGS} | {
             "max_completion_length": f.max_completion_length,
             "dataset_train_split": f"train[{FIRST_PROMPT}:{FIRST_PROMPT + NUM_ROWS}]",
-            "reward_funcs": [str(scripts.folder / "judge")],
+            "reward_funcs": [str(folder / "judge")],
             "beta": f.kl_beta,
         }
-    with tiny.process_group():
-        for name, flags in runs.items():
-            stage = "grpo" if name in VARIANTS else name
-            paths = {"model_name_or_path": f"{scripts.folder}/base"}
-            paths |= {"output_dir": f"{scripts.folder}/{name}"}
-            (record,) = run_stages(
-                [{"stage": stage, "flags": COMMON | OF_STAGE[stage] | paths | flags}]
-            )
-            scripts.rollouts[name] = record["rollouts"]
-        yield scripts
+    return Scripts(folder, tokenizer, flags)
 
 
 def test_sft(scripts: Scripts) -> None:
     policy = new_policy(scripts.tokenizer)
     log = train("sft", policy, scripts.rows("sft"), lambda rows, _: one_file.sft(policy, rows))
-    scripts.check("sft", log, loss=0, grad_norm=0)
+    scripts.check("sft", log)
     assert tiny.gradient_rounding(policy) / 10 < 1e-5
 
 
@@ -175,9 +175,9 @@ def test_reward_model(scripts: Scripts) -> None:
     model = one_file.new_reward_model(scripts.policy(), seed=0)
     pairs = scripts.rows("preference")
     log = train("reward", model, pairs, lambda rows, _: one_file.reward(model, rows))
-    scripts.check("reward", log, loss=0, grad_norm=0, accuracy=0)
+    scripts.check("reward", log, "accuracy")
     rewards = one_file.score(one_file.completion_rewards, model, scripts.rows("sft", last=9))
-    (shift,) = (line["reward_shift"] for line in scripts.lines("reward") if "reward_shift" in line)
+    (shift,) = (line["reward_shift"] for line in scripts.run("reward") if "reward_shift" in line)
     assert shift == pytest.approx(-float(rewards.mean()), rel=1e-5)
     assert abs(shift) > 0.01
 
@@ -186,8 +186,8 @@ def test_dpo(scripts: Scripts) -> None:
     policy, ref, pairs = scripts.policy(), scripts.policy(), scripts.rows("preference")
     f = Flags(dpo_beta=OF_STAGE["dpo"]["beta"])
     log = train("dpo", policy, pairs, lambda rows, _: one_file.dpo(policy, ref, rows, f))
-    log[0]["accuracy"] = scripts.lines("dpo")[0]["accuracy"]  # of ties, but for rounding
-    scripts.check("dpo", log, loss=0, grad_norm=0, accuracy=0)
+    log[0]["accuracy"] = scripts.run("dpo")[0]["accuracy"]  # of ties, but for rounding
+    scripts.check("dpo", log, "accuracy")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -212,8 +212,9 @@ def test_grpo(scripts: Scripts, variant: str, monkeypatch: pytest.MonkeyPatch) -
         for i in range(0, len(log), f.num_iterations)
     ]
     assert len(rollouts) == NUM_ROWS
+    scripts.run(variant)
     assert {key: scripts.rollouts[variant][key] for key in rollouts} == rollouts
-    scripts.check(variant, log, loss=1e-5, grad_norm=0, kl=1e-6, reward=0)
+    scripts.check(variant, log, "kl", "reward", abs=1e-6)
 
 
 @pytest.mark.usefixtures("few_resamples")
@@ -221,6 +222,8 @@ def test_evaluation(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of texts too short to state a fact: in the place of the gold reward is one of letters."""
     monkeypatch.setattr(evaluation_report, "write_report", lambda *_: [])
     monkeypatch.setattr(synthetic, "gold_reward", lambda text, facts: len({*text}) / 40)
+    for run in ("reward", "dpo", "two updates"):
+        scripts.run(run)
     num_pairs, tokenizer = 48, scripts.tokenizer
     names = {"base": "base", "dpo": "dpo/model", "grpo": "two updates/model"}
     paths = {name: str(scripts.folder / path) for name, path in names.items()}
@@ -229,7 +232,7 @@ def test_evaluation(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
     flags |= {"num_eval_rows": num_pairs, "num_prompts": FLAGS.num_prompts}
     flags |= {"max_prompt_length": 128, "max_completion_length": 48}
     flags |= {"max_new_tokens": FLAGS.max_completion_length, "micro_batch_tokens": 300}
-    flags |= {"policy_scores": ["implicit_reward", "logp_per_token"]}
+    flags |= {"policy_scores": ["implicit_reward", "logp_per_token"], "self_check": False}
     evaluate.main(EvaluateConfig(policies=[*paths.values()], **flags))
     results = json.loads((scripts.folder / "evaluation/results.json").read_text())
     systems = {system["path"]: system for system in results["systems"]}
@@ -246,56 +249,48 @@ def test_evaluation(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
         policy, system = ref if name == "base" else scripts.policy(names[name]), systems[path]
         measures = one_file.evaluate(policy, ref, rm, pairs, prompts, tokenizer, FLAGS)
         means = {measure: float(values.double().mean()) for measure, values in measures.items()}
-        assert means.pop("KL") == pytest.approx(system["kl"]["mean"], rel=1e-5, abs=1e-6)
-        assert means == pytest.approx(
-            {
-                "accuracy": system["accuracy"]["accuracy"],
-                "by logp/token": by_score[f"{system['name']} logp_per_token"]["accuracy"],
-                "gold reward": system["gold_reward"]["mean"],
-                "RM score": system["reward"]["mean"],
-                "length": system["length"],
-                "stop": system["stop_rate"],
-            },
-            rel=1e-5,
-        )
+        expected = {
+            "accuracy": system["accuracy"]["accuracy"],
+            "by logp/token": by_score[f"{system['name']} logp_per_token"]["accuracy"],
+            "gold reward": system["gold_reward"]["mean"],
+            "RM score": system["reward"]["mean"],
+            "KL": system["kl"]["mean"],
+            "length": system["length"],
+            "stop": system["stop_rate"],
+        }
+        assert means == pytest.approx(expected, rel=1e-5, abs=1e-6)
         seen.append(means)
     assert len({tuple(means.values()) for means in seen}) == len(paths)
 
 
 def test_the_defaults_are_the_demo_s() -> None:
-    demo = ROOT / "assets/recipes/demo"
-    configs = {}
-    for stage, recipe in one_file.RECIPES.items():
-        script = f"train_{stage}.py"
-        configs[stage] = c = parse(config_class(script), ["--config", str(demo / f"{stage}.yaml")])
-        num_rows = (
-            c.num_train_rows or synthetic.DEFAULT_ROWS["sft" if stage == "sft" else "prompts"]
-        )
-        expected = (num_rows, c.batch_size, c.max_steps, c.learning_rate, c.warmup_steps)
-        assert recipe == (*expected, c.adam_beta2, c.weight_decay)
-        assert (c.lr_scheduler_type, c.min_lr, c.adam_beta1, c.max_grad_norm) == (
-            "cosine",
-            0,
-            0.9,
-            1,
-        )
-    grpo, f = configs["grpo"], Flags()
-    assert (f.dpo_beta, f.kl_beta) == (configs["dpo"].beta, grpo.beta)
-    assert configs["reward"].num_sft_rows == 512
-    same = ("seed", "max_completion_length", *SAME_FLAGS)
-    assert {flag: getattr(f, flag) for flag in same} == {flag: getattr(grpo, flag) for flag in same}
+    recipes, f, configs = ROOT / "assets/recipes/demo", Flags(), {}
+    all_rows = {"sft": synthetic.DEFAULT_ROWS["sft"], "grpo": synthetic.DEFAULT_ROWS["prompts"]}
+    for stage, (num_rows, *recipe) in one_file.RECIPES.items():
+        argv = ["--config", str(recipes / f"{stage}.yaml")]
+        configs[stage] = demo = parse(config_class(f"train_{stage}.py"), argv)
+        assert num_rows == (demo.num_train_rows or all_rows[stage])
+        steps = [demo.batch_size, demo.max_steps, demo.learning_rate, demo.warmup_steps]
+        assert recipe == [*steps, demo.adam_beta2, demo.weight_decay]
+        assert (demo.lr_scheduler_type, demo.min_lr) == ("cosine", 0)
+        assert (demo.adam_beta1, demo.max_grad_norm) == (0.9, 1)
+    assert (f.dpo_beta, f.kl_beta) == (configs["dpo"].beta, configs["grpo"].beta)
+    assert (configs["reward"].num_sft_rows, configs["grpo"].baseline) == (512, "all")
+    for name in ("seed", "max_completion_length", *SAME_FLAGS):
+        assert getattr(f, name) == getattr(configs["grpo"], name), name
 
 
 def test_the_command(
     scripts: Scripts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """One step of every stage, on few rows."""
+    """Two steps of every stage, on few rows."""
     recipes = dict.fromkeys(one_file.RECIPES, (8, 4, 2, 0.001, 1, 0.99, 0.0))
     monkeypatch.setattr(one_file, "RECIPES", recipes)
     monkeypatch.setattr(synthetic, "DEFAULT_ROWS", dict.fromkeys(synthetic.DEFAULT_ROWS, 8))
     monkeypatch.setattr(synthetic, "VALIDATION_ROWS", 8)
     monkeypatch.setattr(synthetic, "train_tokenizer", lambda: scripts.tokenizer)
-    monkeypatch.setattr("sys.argv", ["one_file", "--num_prompts", "4", "--max_completion_length", "8"])
+    flags = ["--num_prompts", "4", "--max_completion_length", "8"]
+    monkeypatch.setattr("sys.argv", ["one_file", *flags])
     monkeypatch.chdir(ROOT)
     one_file.main()
     head, *lines = capsys.readouterr().out.strip().splitlines()[-5:]
