@@ -65,7 +65,7 @@ class Row:
 
     number: int  # of the row in its data set; the noise of sampling is a function of it
     prompt: list[int]
-    completions: list[list[int]]  # the reference; or chosen and rejected; or what was sampled
+    completions: list[list[int]]  # a person's summary; or chosen and rejected; or samples
     columns: dict[str, Any]  # the row as text
 
 
@@ -187,6 +187,7 @@ def train(
         share = (1 + math.cos(math.pi * (step - warmup) / (num_steps - warmup))) / 2  # of the peak
         for group in optimizer.param_groups:
             group["lr"] = peak * ((step + 1) / (warmup + 1) if step < warmup else share)
+        # Behind its `yield` a stage goes on with the updated model
         for loss, metrics in losses([rows[i] for i in order.rows(step) if i is not None], step):
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)  # returns the norm before
@@ -201,7 +202,7 @@ def train(
 
 # ---- SFT -----------------------------------------------------------------------------------------
 def sft(policy: Policy, rows: Rows) -> Losses:
-    """Maximise the likelihood of the references (Stiennon et al. 2020, section 3.1).
+    """Maximise the likelihood of people's summaries (Stiennon et al. 2020, section 3.1).
 
     loss = - sum_t m_t log pi(y_t | x, y_<t) / sum_t m_t, sums over all tokens of the step's rows
     """
@@ -314,21 +315,21 @@ def evaluate(
 
 # ---- main ----------------------------------------------------------------------------------------
 def main() -> None:
-    """Train the demo's chain, and print its table."""
+    """Train the demo's chain, and print its table: means, ± half of their 95% intervals."""
     (f,) = HfArgumentParser(Flags).parse_args_into_dataclasses()
     tokenizer = synthetic.train_tokenizer()
     kinds = ("sft", "preference", "prompts")
-    references, pairs, prompts = (read_rows(tokenizer, f, kind, "train") for kind in kinds)
+    summaries, pairs, prompts = (read_rows(tokenizer, f, kind, "train") for kind in kinds)
     config = GPT2Config.from_json_file("assets/recipes/demo/gpt2-tiny.json")
     config.update({"vocab_size": len(tokenizer), "bos_token_id": STOP, "eos_token_id": STOP})
     config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})  # Huang et al. 2024
     torch.manual_seed(noise.derive_seed(f.seed, "model initialisation"))
     start = Policy(config)
-    train("sft", start, references, f, lambda rows, _: sft(start, rows))
+    train("sft", start, summaries, f, lambda rows, _: sft(start, rows))
     rm, by_dpo, by_grpo = new_reward_model(start, f.seed), deepcopy(start), deepcopy(start)
     train("reward", rm, pairs, f, lambda rows, _: reward(rm, rows))
-    # The mean reward of references becomes 0 (Huang et al. 2024)
-    rm.shift = -float(score(completion_rewards, rm, references[:512]).mean())
+    # The mean reward of people's summaries becomes 0 (Huang et al. 2024)
+    rm.shift = -float(score(completion_rewards, rm, summaries[:512]).mean())
     train("dpo", by_dpo, pairs, f, lambda rows, _: dpo(by_dpo, start, rows, f))
     train("grpo", by_grpo, prompts, f, lambda rows, n: grpo(by_grpo, start, rm, rows, n, f))
     pairs = read_rows(tokenizer, f, "preference", "validation")
