@@ -73,7 +73,8 @@ def read_rows(tokenizer: Any, f: Flags, kind: str, split: str, num_rows: int = 0
     """All rows of the embedded task, or the first ones, of kind `sft`, `preference` or `prompts`.
 
     Prompt and completion are tokenised apart. A completion ends with the stop token, which is
-    trained like its other tokens: so a model learns to stop. A longer one is cut, and has none.
+    trained like its other tokens: so a model learns to stop. One of more tokens than
+    `max_completion_length` is cut, and has none. Tokens of prompts are not trained.
     """
     rows = []
     for number, columns in enumerate(synthetic.make_rows(kind, split, num_rows)):
@@ -119,7 +120,7 @@ def completion_logps(policy: Policy, rows: Rows) -> Tensor:
 
 
 def completion_rewards(model: RewardModel, rows: Rows) -> Tensor:
-    """Reward of every completion, (B,): the head reads its last token, which is the stop token."""
+    """Reward of every completion, (B,), at its last token: the stop token, unless it has none."""
     inputs, _, mask = collate(rows)
     hidden = model.transformer(**inputs).last_hidden_state  # (B, T, D)
     last = mask.sum(1) - 1 - mask.shape[1]  # (B,) columns, counted from the end
@@ -250,37 +251,37 @@ def dpo(policy: Policy, ref: Policy, pairs: Rows, f: Flags) -> Losses:
 def grpo(policy: Policy, ref: Policy, rm: RewardModel, rows: Rows, step: int, f: Flags) -> Losses:
     """Sample a group of completions for each prompt, and push up those above their group.
 
-    A_i    = (r_i - mean r) / (std r + 1e-4)                     DeepSeekMath (2024), section 4.1.2
+    A_i    = (r_i - mean_K r) / (std_K r + 1e-4)                 DeepSeekMath (2024), section 4.1.2
     rho_it = pi(y_it | x, y_i,<t) / old(y_it | x, y_i,<t)
-    loss   = mean_i mean_t [- min(rho A, clip(rho, 0.8, 1.2) A) + beta KL]                    eq. 3
+    loss   = mean_i mean_t [- min(rho A, clip(rho, 0.8, 1.2) A) + beta KL], i of the kept     eq. 3
     KL     = ref / pi - log (ref / pi) - 1, at the sampled tokens                             eq. 4
     """
     # 1. Sample K candidates of each prompt, and score them; one that did not stop has reward -1
     sampled = sample(policy, rows, f.num_candidates, step, f)
     has_stop = torch.tensor([[ids[-1] == STOP for ids in row.completions] for row in sampled])
     rewards = score(completion_rewards, rm, sampled).where(has_stop, -1.0)  # (N, K)
-    # 2. Keep G of them by rejection sampling: draws without replacement, with probabilities
-    # proportional to exp(reward / temperature). The largest sums with Gumbel noise are such draws
-    # (Kool et al. 2019, section 2); RSO (Liu et al. 2023) accepts and rejects one by one instead
+    # 2. Keep G of them by statistical rejection sampling: one draw after another from those left,
+    # with probabilities proportional to exp(reward / temperature). The G largest sums of reward /
+    # temperature and Gumbel noise are such draws (Kool et al. 2019, section 2)
     seed = noise.derive_seed(f.seed, "selection", step)
     seeds = noise.hash_counters(seed, torch.tensor([[row.number] for row in rows]))  # (N, 1)
     salt = noise.derive_seed(0, "rejection_sample", "gumbel")
     uniforms = noise.uniform(salt, seeds, torch.arange(f.num_candidates))  # (N, K)
     perturbed = rewards / f.rejection_temperature - (-uniforms.log()).log()
     kept = perturbed.topk(f.num_generations).indices  # (N, G)
-    # 3. Advantages. The baseline is the mean of all K candidates. Those that are kept are better
-    # than it, so that their advantages are positive on average
+    # 3. Advantages. The baseline is the mean of all K candidates: high rewards are kept more often,
+    # so the advantages of the kept tend to be positive
     std, mean = torch.std_mean(rewards, 1, keepdim=True)  # (N, 1)
     advantages = ((rewards - mean) / (std + 1e-4)).gather(1, kept)  # (N, G)
     if f.normalize_globally:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-4)
     advantages = advantages.float().view(-1, 1)  # (B, 1): one for all tokens of a completion
     # 4. Log-probs under the reference, and under the policy before the updates
-    pairs = zip(sampled, kept.tolist(), strict=True)
-    rows = [replace(row, completions=[row.completions[i] for i in chosen]) for row, chosen in pairs]
+    both = zip(sampled, kept.tolist(), strict=True)
+    rows = [replace(row, completions=[row.completions[i] for i in chosen]) for row, chosen in both]
     with torch.no_grad():
         ref_logps, old_logps = (token_logps(lm, rows)[0] for lm in (ref, policy))  # (B, C)
-    # 5. Updates. In the first one rho is 1, and its gradient is that of log pi
+    # 5. Updates: `train` makes one after each yield. In the first one rho is 1
     for _ in range(f.num_iterations):
         logps, mask = token_logps(policy, rows)  # (B, C)
         ratio = (logps - old_logps).exp()
@@ -296,7 +297,7 @@ def evaluate(
 ) -> dict[str, Tensor]:
     """Outcomes of held-out pairs by two scores, and measures of one sample of each prompt."""
     logps, ref_logps = (score(completion_logps, policy, pairs) for policy in (lm, ref))  # (N, 2)
-    rewards = logps if lm is ref else logps - ref_logps  # implicit, and 0 for the reference
+    rewards = logps if lm is ref else logps - ref_logps  # that of the reference is 0
     lengths = torch.tensor([[len(ids) for ids in row.completions] for row in pairs])  # (N, 2)
     sampled = sample(lm, prompts, 1, 0, f)
     ids = [row.completions[0] for row in sampled]
@@ -306,7 +307,7 @@ def evaluate(
         "accuracy": rewards[:, 0] > rewards[:, 1],
         "by logp/token": (logps / lengths)[:, 0] > (logps / lengths)[:, 1],
         "gold reward": torch.tensor([*golds]),
-        "RM score": score(completion_rewards, rm, sampled),
+        "RM score": score(completion_rewards, rm, sampled),  # without the -1 of `grpo`
         "KL": score(completion_logps, lm, sampled) - score(completion_logps, ref, sampled),
         "length": torch.tensor([len(i) for i in ids]),
         "stop": torch.tensor([i[-1] == STOP for i in ids]),
@@ -338,7 +339,7 @@ def main() -> None:
     table = {"reward": {"accuracy": rewards[:, 0] > rewards[:, 1]}}
     for name, lm in {"sft": start, "dpo": by_dpo, "grpo": by_grpo}.items():
         table[name] = evaluate(lm, start, rm, pairs, prompts, tokenizer, f)
-    print("\nstage ", *(f"{measure:>14}" for measure in table["sft"]))
+    print("\nstage ", *(f"{measure:>15}" for measure in table["sft"]))
     for name in RECIPES:
         columns = [values.double() for values in table[name].values()]
         cells = (f"{x.mean():8.3f} ±{1.96 * x.std() / len(x) ** 0.5:.3f}" for x in columns)
