@@ -305,6 +305,7 @@ def serve() -> None:
         importlib.import_module(module)
     gc.freeze()  # or the first collection in each rank copies every page
     faulthandler.enable()  # on descriptor 2, which each rank sends to its log
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` around the tests is not around the runs
     for line in sys.stdin:
         pids = []
         for request in json.loads(line):
