@@ -1,6 +1,6 @@
 """The whole chain in one file: SFT, reward model, DPO, GRPO and evaluation, in plain PyTorch.
 
-    python -m experiments.one_file        # trains the demo's chain, in minutes on two CPU cores
+    python -m experiments.one_file        # trains the demo's chain: 12 minutes of CPU time
 
 To read from top to bottom: a Hugging Face GPT-2, one process, padded rows, and no more. It computes
 what the five scripts compute: `tests/stages/test_one_file.py` compares losses, gradient norms,

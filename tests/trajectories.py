@@ -10,7 +10,6 @@ of its file's numbers; the records of `experiments/records` name the versions th
 """
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -37,7 +36,7 @@ from tests.variants import REWARD_FILE
 
 GOLDEN = ROOT / "tests" / "golden"
 STEPS, MARGIN = 5, 1e-4
-SAME_MACHINE, OTHER_MACHINE = 1e-5, 1e-4  # relative, see `largest_change`
+SAME_MACHINE, OTHER_MACHINE = 1e-5, 1e-4  # relative, see `change_of`
 SMALLEST = 0.01  # what a change is at least relative to: a loss may be 0 but for its KL
 METRICS = {
     "sft": ("loss", "grad_norm", "learning_rate", "tokens"),
@@ -98,8 +97,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
 Key = tuple[str, dict[str, Any], int]  # stage, flags, seed
 Numbers = dict[str, list[float]]  # of each metric, one per step
 Outcome = tuple[Numbers, float]  # with the smallest distance of a draw from another token
-Change = tuple[float, str, float]  # relative, where, and the largest that is rounding
-Case = dict[str, Any]  # "seed", "tolerance" and the Numbers
+Change = tuple[float, str]  # as a share of what rounding may be, and where
+Case = dict[str, Any]  # "seed", "machine", "tolerance" by metric, and the Numbers
 
 
 def label(stage: str, flags: dict[str, Any]) -> str:
@@ -147,7 +146,7 @@ def job_of(stage: str, flags: dict[str, Any], seed: int, paths: dict[str, str], 
 
 
 def run_cases(cases: Sequence[Key], folder: Path, code: Path = ROOT) -> list[Outcome]:
-    """Run cases (stage, flags, seed) with the scripts of a tree; what came of each.
+    """Run cases (stage, flags, seed) with the scripts of a tree; their outcomes.
 
     The distance is measured with this tree's scripts only.
     """
@@ -199,16 +198,23 @@ def numbers_of(job: Job) -> Numbers:
     return {name: [line[name] for line in lines] for name in METRICS[job["stage"]]}
 
 
-def largest_change(numbers: Numbers, golden: Case) -> tuple[float, str]:
-    """The largest change of a number, relative to the largest of its metric, and where it is."""
-    changes = [(0.0, "")]
-    for name, values in numbers.items():
-        if name in ("seed", "tolerance"):
-            continue
-        scale = max(SMALLEST, *map(abs, golden[name]))
-        for step, (value, before) in enumerate(zip(values, golden[name], strict=True), 1):
-            where = f"{name} of step {step}: {before:.8g} became {value:.8g}"
-            changes.append((abs(value - before) / scale, where))
+def change_of(metric: str, numbers: Numbers, golden: Case) -> tuple[float, str]:
+    """The largest change of a metric, relative to its largest value, and where it is."""
+    scale = max(SMALLEST, *map(abs, golden[metric]))
+    return max(
+        (abs(value - before) / scale, f"{metric} of step {step}: {before:.8g} became {value:.8g}")
+        for step, (before, value) in enumerate(zip(golden[metric], numbers[metric], strict=True), 1)
+    )
+
+
+def compare(metrics: Sequence[str], numbers: Numbers, golden: Case) -> Change:
+    """The change of a case that is largest for what rounding may be, on this machine."""
+    rounding = SAME_MACHINE if golden["machine"] == machine() else OTHER_MACHINE
+    changes = []
+    for metric in metrics:
+        change, where = change_of(metric, numbers, golden)
+        allowed = max(rounding, golden["tolerance"].get(metric, 0.0))
+        changes.append((change / allowed, f"{where}, {change:.1e} of {allowed:.1e}"))
     return max(changes)
 
 
@@ -218,39 +224,30 @@ def machine() -> dict[str, str]:
     return {"cpu": cpu_model(), "instructions": capability, "torch": torch.__version__}
 
 
-def read(stage: str) -> dict[str, Any]:
-    """The golden file of a stage; without cases where there is none."""
+def read(stage: str) -> dict[str, Case]:
+    """The golden cases of a stage; none where there is no file."""
     file = GOLDEN / f"{stage}.json"
-    return json.loads(file.read_text()) if file.is_file() else {"cases": {}}
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def version(stage: str) -> str:
-    """The version of a stage's trajectories."""
-    return hashlib.sha256(json.dumps(read(stage)["cases"]).encode()).hexdigest()[:12]
-
-
-def tolerance(stage: str, case: Case) -> float:
-    """The largest change of a case that is rounding on this machine."""
-    same = read(stage).get("machine") == machine()
-    return max(SAME_MACHINE if same else OTHER_MACHINE, case["tolerance"])
-
-
-def rounding(case: Key, golden: Numbers) -> float:
-    """Twice the largest change that other instructions of the CPU make to a case."""
-    found = []
+def tolerances(key: Key, numbers: Numbers) -> dict[str, float]:
+    """Of each metric twice the largest change that other instructions of the CPU make."""
+    largest = dict.fromkeys(numbers, 0.0)
     for name, libraries in SETTINGS.items():
         ranks.end_servers()  # those that start now import torch with the other instructions
         instructions = {"ATEN_CPU_CAPABILITY": name, **libraries}
         with mock.patch.dict(os.environ, instructions), tempfile.TemporaryDirectory() as folder:
-            ((numbers, _),) = run_cases([case], Path(folder))
-        found.append(2 * largest_change(numbers, golden)[0])
+            ((others, _),) = run_cases([key], Path(folder))
+        for metric in numbers:
+            change, _ = change_of(metric, others, numbers)
+            largest[metric] = max(largest[metric], 2 * change)
     ranks.end_servers()
-    return max(found)
+    return largest
 
 
 def record(stage: str) -> None:
     """Write the golden file of a stage, and print what changed since it was written."""
-    before, cases = read(stage)["cases"], {}
+    before, cases = read(stage), {}
     for seed in count():
         left = [flags for flags in CASES[stage] if label(stage, flags) not in cases]
         if not left:
@@ -260,35 +257,33 @@ def record(stage: str) -> None:
             outcomes = run_cases(keys, Path(folder))
         for key, (numbers, distance) in zip(keys, outcomes, strict=True):
             if distance >= MARGIN:
-                allowed = rounding(key, numbers) if "bf16" in key[1] else 0.0
-                cases[label(*key[:2])] = {"seed": seed, "tolerance": allowed, **numbers}
+                allowed = tolerances(key, numbers) if "bf16" in key[1] else {}
+                head = {"seed": seed, "machine": machine(), "tolerance": allowed}
+                cases[label(*key[:2])] = head | numbers
     for name, case in cases.items():
-        if name not in before or before[name]["seed"] != case["seed"]:
+        golden = before.get(name)
+        if golden is None or golden["seed"] != case["seed"]:
             print(f"{name}: new")
             continue
-        change, where = largest_change(case, before[name])
-        if change <= tolerance(stage, before[name]):
-            cases[name] = before[name]
-        print(f"{name}: {where} ({change:.1e} relative)")
+        share, where = compare(METRICS[stage], case, golden)
+        if share <= 1:
+            cases[name] = golden
+        print(f"{name}: {'as before' if share <= 1 else 'changed'}; {where}")
     if cases != before:
         GOLDEN.mkdir(exist_ok=True)
-        ordered = {label(stage, flags): cases[label(stage, flags)] for flags in CASES[stage]}
-        text = json.dumps({"machine": machine(), "cases": ordered}, indent=1)
-        (GOLDEN / f"{stage}.json").write_text(f"{text}\n")
+        ordered = {name: cases[name] for name in (label(stage, flags) for flags in CASES[stage])}
+        (GOLDEN / f"{stage}.json").write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 def changes(stages: Sequence[str], folder: Path, code: Path = ROOT) -> dict[str, Change]:
     """How far the golden cases are from their files when the scripts of a tree run them."""
     named = {label(stage, flags): (stage, flags) for stage in stages for flags in CASES[stage]}
-    golden = {name: case for stage in stages for name, case in read(stage)["cases"].items()}
+    golden = {name: case for stage in stages for name, case in read(stage).items()}
     keys = [(*named[name], case["seed"]) for name, case in golden.items()]
-    outcomes = run_cases(keys, folder, code)
-    found = {}
-    for (name, case), (stage, _, _), (numbers, _) in zip(
-        golden.items(), keys, outcomes, strict=True
-    ):
-        found[name] = (*largest_change(numbers, case), tolerance(stage, case))
-    return found
+    both = zip(golden.items(), run_cases(keys, folder, code), strict=True)
+    return {
+        name: compare(METRICS[named[name][0]], numbers, case) for (name, case), (numbers, _) in both
+    }
 
 
 def main() -> None:
@@ -302,9 +297,9 @@ def main() -> None:
             record(stage)
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = changes(options.stages, Path(folder), options.code.resolve())
-    for name, (change, where, allowed) in found.items():
-        print(f"{name}: {change:.1e} of {allowed:.1e}; {where}")
+        compared = changes(options.stages, Path(folder), options.code.resolve())
+    for name, (_, where) in compared.items():
+        print(f"{name}: {where}")
 
 
 if __name__ == "__main__":

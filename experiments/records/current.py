@@ -1,7 +1,8 @@
-"""Whether a record is of today's code: by the trajectories and the settings it was made under.
+"""Whether a record of training runs is of today's code: by its trajectories and its recipes.
 
-A commit that leaves the first steps of every stage as they were (`tests/golden`) leaves the results
-of whole runs too, up to rounding; so a record does not become old with every commit.
+A commit that leaves the first steps of every stage as they were (`tests/golden`) does not train
+otherwise, up to rounding; so a record does not become old with every commit. Not seen is a change
+of evaluation, of a driver, or of a recipe's Python file: after one, remove the record's folder.
 """
 
 import hashlib
@@ -13,27 +14,41 @@ from typing import Any
 
 import yaml
 
-RECIPES = re.compile(r"assets/recipes/([\w/-]+\.yaml)|--recipe ([\w-]+)")
+RECIPES = re.compile(r"assets/recipes/([\w/-]+\.(?:yaml|json))|--recipe ([\w-]+)")
+OF_CASE = ("seed", "machine", "tolerance")  # beside its numbers
+Versions = dict[str, dict[str, str]]  # of the golden cases of each stage
 
 
-def trajectories(stages: Sequence[str], root: Path) -> dict[str, str]:
-    """The version of the golden trajectories of each stage: a hash of the numbers."""
-    files = {stage: root / "tests" / "golden" / f"{stage}.json" for stage in stages}
-    return {stage: digest(json.loads(file.read_text())["cases"]) for stage, file in files.items()}
+def trajectories(stages: Sequence[str], root: Path) -> Versions:
+    """The versions of the golden trajectories of stages: a hash of each case's numbers."""
+    versions: Versions = {}
+    for stage in stages:
+        cases = json.loads((root / "tests" / "golden" / f"{stage}.json").read_text())
+        versions[stage] = {
+            name: digest({k: v for k, v in case.items() if k not in OF_CASE})
+            for name, case in cases.items()
+        }
+    return versions
+
+
+def have_moved(recorded: Versions, today: Versions) -> bool:
+    """Whether a recorded case has other numbers today, or is gone; a new case moves nothing."""
+    return any(not cases.items() <= today[stage].items() for stage, cases in recorded.items())
 
 
 def settings(command: str, root: Path) -> str:
-    """A hash of the recipes that a command names, and of those that they name; not of comments."""
-    recipes, found = root / "assets" / "recipes", {}
+    """A hash of the recipes that a text names, and of those that they name; not of comments."""
+    recipes = root / "assets" / "recipes"
+    values: dict[str, Any] = {}
     left = [command]
     while left:
         for file, folder in RECIPES.findall(left.pop()):
-            for path in (recipes / folder).rglob("*.yaml") if folder else [recipes / file]:
+            for path in (recipes / folder).rglob("*.[jy]*") if folder else [recipes / file]:
                 name = path.relative_to(recipes).as_posix()
-                if name not in found:
-                    found[name] = yaml.safe_load(path.read_text())
-                    left.append(json.dumps(found[name]))
-    return digest(found)
+                if name not in values:
+                    values[name] = yaml.safe_load(path.read_text())
+                    left.append(json.dumps(values[name]))
+    return digest(values)
 
 
 def digest(value: Any) -> str:

@@ -55,6 +55,7 @@ class Part:
     keep: tuple[str, ...]  # globs in the folder; `printed.md` has what was printed
     folder: str = "{out}"
     needs: tuple[str, ...] = ()  # what only another part or a download makes
+    reads: tuple[str, ...] = ()  # recipes that the command does not name
     stages: tuple[str, ...] = STAGES  # whose trajectories decide the figures; none: the commit does
     texts: Callable[[Path, Path], None] | None = None  # copies scores and texts of completions
     threads: int = 1  # of each process
@@ -82,6 +83,7 @@ FRONTIER = (
     "seed_*/frontier/seed_*/measured/*.json",
 )
 BENCH = ("results.json", "table.md")
+DEMO = "assets/recipes/demo"
 TRAINED = tuple(f"output/demo/seed_0/{stage}/model" for stage in ("sft", "reward"))
 TOO_FAR = (
     "train_grpo --config assets/recipes/demo/grpo.yaml --beta 0.02 --max_steps 160 --eval_steps 10 "
@@ -97,7 +99,12 @@ EXPLAINED = {  # from the models of the part `demo`; flags of each stage
 }
 PARTS = {
     "demo": Part(f"{REPLICATE} demo", CHAIN),
-    "too-far": Part(TOO_FAR, ("metrics.jsonl", "plots/curves.png"), needs=TRAINED),
+    "too-far": Part(
+        TOO_FAR,
+        ("metrics.jsonl", "plots/curves.png"),
+        needs=TRAINED,
+        reads=(f"{DEMO}/sft.yaml", f"{DEMO}/reward.yaml"),
+    ),
     "ablations": Part(f"{SWEEP} assets/recipes/ablations/demo.yaml", SWEPT),
     "iterative": Part(f"{SWEEP} assets/recipes/iterative/demo.yaml", SWEPT),
     "overoptimization": Part(
@@ -165,6 +172,7 @@ PARTS = {
         "experiments.exercises --models output/demo/seed_0 --output_dir {out}",
         ("printed.md",),
         needs=TRAINED,
+        reads=("assets/recipes/exercises/demo.yaml", f"{DEMO}/sft.yaml", f"{DEMO}/reward.yaml"),
     ),
     **{
         f"explain-{stage}": Part(
@@ -172,7 +180,7 @@ PARTS = {
             f"--output {{out}}/{stage}.html {flags}".strip(),
             (f"{stage}.html",),
             needs=TRAINED if flags else (),
-            stages=(stage,),
+            stages=(),  # a page is of its commit: it shows lines of code
         )
         for stage, flags in EXPLAINED.items()
     },
@@ -183,7 +191,7 @@ PARTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make what has no record of this commit; the exit status is 1 if a part failed."""
+    """Make what has no record of this code; the exit status is 1 if a part failed."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
     parts = parser.parse_args(argv).parts
@@ -196,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make(name: str, commit: str, tree: Path) -> bool:
-    """Make a part unless it has a record of this commit or lacks an input; False if it failed."""
+    """Make a part unless it has a record of this code or lacks an input; False if it failed."""
     part, record = PARTS[name], read_record(name)
     out, command = tree / "output" / name, part.command.format(out=f"output/{name}")
     if record.get("commands") == [command] and record["git_commit"] == commit:
@@ -209,6 +217,7 @@ def make(name: str, commit: str, tree: Path) -> bool:
     if lacking := [path for path in part.needs if not (tree / path).exists()]:
         print(f"{name}: left out, since {' and '.join(lacking)} is not there", flush=True)
         return True
+    trajectories = current.trajectories(part.stages, ROOT)
     print(f"{name}: {command} (prints to {out}/printed.md)", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     if status := run([str(ROOT / part.python), "-m", *command.split()], tree, out, part):
@@ -218,8 +227,8 @@ def make(name: str, commit: str, tree: Path) -> bool:
     record = {
         "commands": [command],
         "git_commit": commit,
-        "trajectories": current.trajectories(part.stages, ROOT),
-        "settings": current.settings(command, tree),
+        "trajectories": trajectories,
+        "settings": current.settings(" ".join((command, *part.reads)), tree),
         "inputs": {path: checksums(tree / path) for path in part.needs},
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "minutes": round(sum(seconds) / 60, 1),
@@ -242,9 +251,10 @@ def what_changed(name: str) -> str:
     """What has changed since a part was recorded, as far as it moves its figures."""
     part, record = PARTS[name], read_record(name)
     command = part.command.format(out=f"output/{name}")
-    if part.stages and record.get("trajectories") != current.trajectories(part.stages, ROOT):
+    today = current.trajectories(part.stages, ROOT)
+    if "trajectories" in record and current.have_moved(record["trajectories"], today):
         return "the golden trajectories"
-    settings = current.settings(command, ROOT)
+    settings = current.settings(" ".join((command, *part.reads)), ROOT)
     same = record.get("commands") == [command] and record.get("settings") == settings
     return "" if same else "the settings"
 

@@ -96,7 +96,10 @@ def test_a_record_is_of_this_code_while_trajectories_and_recipes_are_the_same(
     tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     golden, recipe = tree / "tests" / "golden" / "sft.json", tree / "assets" / "recipes" / "a.yaml"
-    for file, text in ((golden, '{"cases": {"sft": [1.5]}}'), (recipe, "beta: 1  # tried: 2")):
+    for file, text in (
+        (golden, '{"sft": {"seed": 0, "loss": [1.5]}}'),
+        (recipe, "beta: 1  # tried: 2"),
+    ):
         file.parent.mkdir(parents=True)
         file.write_text(text)
     command = "adder {out} assets/recipes/a.yaml"
@@ -114,7 +117,9 @@ def test_a_record_is_of_this_code_while_trajectories_and_recipes_are_the_same(
     assert "have changed" not in tables.source("one")
     recipe.write_text("beta: 2")
     assert make.what_changed("one") == "the settings"
-    golden.write_text('{"cases": {"sft": [1.25]}}')
+    golden.write_text('{"new": {}, "sft": {"seed": 0, "loss": [1.5], "tolerance": {}}}')
+    assert make.what_changed("one") == "the settings"
+    golden.write_text('{"sft": {"seed": 0, "loss": [1.25]}}')
     assert make.what_changed("one") == "the golden trajectories"
     assert "; since then the golden trajectories have changed" in tables.source("one")
     commit(tree)

@@ -275,7 +275,17 @@ def test_the_defaults_are_the_demo_s() -> None:
         assert (demo.lr_scheduler_type, demo.min_lr) == ("cosine", 0)
         assert (demo.adam_beta1, demo.max_grad_norm) == (0.9, 1)
     assert (f.dpo_beta, f.kl_beta) == (configs["dpo"].beta, configs["grpo"].beta)
-    assert (configs["reward"].num_sft_rows, configs["grpo"].baseline) == (512, "all")
+    assert (configs["reward"].num_sft_rows, configs["dpo"].loss_type) == (512, ["sigmoid"])
+    grpo = vars(configs["grpo"])
+    fixed = {"baseline": "all", "rejection_method": "gumbel", "missing_eos_penalty": -1.0}
+    fixed |= {"penalize_missing_eos": True, "reward_weights": [1.0, 0.0], "temperature": 1.0}
+    fixed |= {"epsilon_low": 0.2, "epsilon_high": 0.2, "kl_estimator": "k3", "kl_in": "loss"}
+    fixed |= {"scale_rewards": "group", "aggregation": "grpo", "num_minibatches": 1}
+    assert {name: grpo[name] for name in fixed} == fixed
+    rows = synthetic.make_rows("prompts", "train")
+    tokenizer = synthetic.train_tokenizer()
+    longest = max(len(tokenizer(row["prompt"]).input_ids) for row in rows)
+    assert longest <= configs["grpo"].max_prompt_length, "the one file cuts no prompt"
     for name in ("seed", "max_completion_length", *SAME_FLAGS):
         assert getattr(f, name) == getattr(configs["grpo"], name), name
 
