@@ -5,6 +5,7 @@ by hand.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -90,12 +91,16 @@ def test_of_measured_completions_values_and_some_texts_are_kept(tmp_path):
         assert found == (record if with_texts else values | {"prompts": [], "texts": []})
 
 
-@pytest.fixture
-def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three seeds: the gold gain of DPO is the root of its KL, that of GRPO twice as much."""
-    monkeypatch.setattr(make, "RECORDS", tmp_path)
+def clear_caches() -> None:
     for function in (film.scores, film.measured, film.tracks, film.gains):
         function.cache_clear()
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Three seeds: the gold gain of DPO is the root of its KL, that of GRPO twice as much."""
+    monkeypatch.setattr(make, "RECORDS", tmp_path)
+    clear_caches()
     for seed in range(SEEDS):
         save_scores(tmp_path / f"film-{seed}" / f"seed_{seed}", seed)
         save_policies(measured(tmp_path, seed), seed)
@@ -104,7 +109,8 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "film-baselines").mkdir()
     text = json.dumps({"votes": rows, "means": rows})
     (tmp_path / "film-baselines" / "scores.json").write_text(text)
-    return tmp_path
+    yield tmp_path
+    clear_caches()  # the pages have other records
 
 
 def measured(records: Path, seed: int) -> Path:
