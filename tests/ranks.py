@@ -258,15 +258,17 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, **ours, **variables}
 
 
-def run_script(command: Sequence[str], num_ranks: int, *, timeout: float = 300) -> str:
+def run_script(
+    command: Sequence[str], num_ranks: int, *, timeout: float = 300, folder: Path = ROOT
+) -> str:
     """Run a script and its arguments on CPU processes; its output, if it succeeds.
 
-    Several ranks are started by torchrun, one without it.
+    Several ranks are started by torchrun, one without it, in the folder.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     result = subprocess.run(
         [sys.executable, *(launcher if num_ranks > 1 else []), *command],
-        cwd=ROOT,
+        cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -400,8 +402,7 @@ def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:
         module_name, config_name = STAGES[job["stage"]]
         module = importlib.import_module(module_name)
         flags = of_stage(job["stage"], job["flags"])
-        arguments = [text for key, value in flags.items() for text in flag(key, value)]
-        config = parse(getattr(module, config_name), arguments)
+        config = parse(getattr(module, config_name), arguments(flags))
         # Pictures have their own tests, and take longer than the steps that are drawn.
         with mock.patch.object(plots, "plot_run"), watched() as record:
             module.main(config)
@@ -425,6 +426,22 @@ def run_and_listen(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 def flag(key: str, value: Any) -> list[str]:
     """A config field as command-line arguments."""
     return [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+
+
+def arguments(flags: dict[str, Any]) -> list[str]:
+    """Fields of a config as command-line arguments."""
+    return [word for key, value in flags.items() for word in flag(key, value)]
+
+
+def with_paths(flags: dict[str, Any], paths: dict[str, str]) -> dict[str, Any]:
+    """Flags with the path of each name that stands for one."""
+
+    def path(value: Any) -> Any:
+        if isinstance(value, list):
+            return [*map(path, value)]
+        return paths.get(value, value) if isinstance(value, str) else value
+
+    return {key: path(value) for key, value in flags.items()}
 
 
 @contextlib.contextmanager

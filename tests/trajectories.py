@@ -12,8 +12,6 @@ of its file's numbers; the records of `experiments/records` name the versions th
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import count
@@ -30,7 +28,18 @@ from common.record.run_folder import cpu_model
 from common.sampling import decode
 from common.text import synthetic
 from tests import ranks
-from tests.ranks import ROOT, SHORT_RUN, STAGES, TINY_GPT2, Job, flag, launch, run_stages
+from tests.ranks import (
+    ROOT,
+    SHORT_RUN,
+    STAGES,
+    TINY_GPT2,
+    Job,
+    arguments,
+    launch,
+    run_script,
+    run_stages,
+    with_paths,
+)
 from tests.tolerances import SETTINGS
 from tests.variants import REWARD_FILE
 
@@ -103,7 +112,7 @@ Case = dict[str, Any]  # "seed", "machine", "tolerance" by metric, and the Numbe
 
 def label(stage: str, flags: dict[str, Any]) -> str:
     """A case as it would be typed."""
-    return " ".join([stage, *(word for item in flags.items() for word in flag(*item))])
+    return " ".join([stage, *arguments(flags)])
 
 
 def write_model(folder: Path, tokenizer: Any, seed: int) -> None:
@@ -138,11 +147,7 @@ def job_of(stage: str, flags: dict[str, Any], seed: int, paths: dict[str, str], 
     """A case as a run in a folder."""
     filled = COMMON | OF_STAGE[stage] | flags | {"seed": seed, "output_dir": str(out)}
     filled.pop("num_processes", None)
-    for key, value in filled.items():
-        items = value if isinstance(value, list) else [value]
-        named = [paths.get(item, item) if isinstance(item, str) else item for item in items]
-        filled[key] = named if isinstance(value, list) else named[0]
-    return {"stage": stage, "flags": filled}
+    return {"stage": stage, "flags": with_paths(filled, paths)}
 
 
 def run_cases(cases: Sequence[Key], folder: Path, code: Path = ROOT) -> list[Outcome]:
@@ -162,11 +167,8 @@ def run_cases(cases: Sequence[Key], folder: Path, code: Path = ROOT) -> list[Out
                 distances[i] = min(measured)
             continue
         for i in chosen:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc_per_node", f"{num_processes}", f"{STAGES[cases[i][0]][0]}.py"]
-            command += [word for item in jobs[i]["flags"].items() for word in flag(*item)]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)}
-            subprocess.run(command, cwd=code, env=environment, check=True, stdout=sys.stderr)
+            script = f"{STAGES[jobs[i]['stage']][0]}.py"
+            run_script([script, *arguments(jobs[i]["flags"])], num_processes, folder=code)
     return [(numbers_of(job), distance) for job, distance in zip(jobs, distances, strict=True)]
 
 

@@ -33,7 +33,16 @@ from common.losses import AGGREGATIONS
 from common.model.load import HEAD_INITS
 from common.record.jsonl import read_jsonl
 from common.text import synthetic
-from tests.ranks import SHORT_RUN, TINY_GPT2, Job, flag, launch, run_and_listen, run_stages
+from tests.ranks import (
+    SHORT_RUN,
+    TINY_GPT2,
+    Job,
+    arguments,
+    launch,
+    run_and_listen,
+    run_stages,
+    with_paths,
+)
 
 Flags = dict[str, Any]
 JOBS_PER_LAUNCH = 12
@@ -277,12 +286,7 @@ def job_of(
 ) -> Job:
     """A variant as a run of some steps."""
     filled = COMMON | OF_STAGE[stage] | {"max_steps": num_steps} | flags
-    for key, value in filled.items():
-        if isinstance(value, list):
-            filled[key] = [paths.get(item, item) for item in value]
-        elif isinstance(value, str):
-            filled[key] = paths.get(value, value)
-    return {"stage": stage, "flags": filled | {"output_dir": str(output_dir)}}
+    return {"stage": stage, "flags": with_paths(filled, paths) | {"output_dir": str(output_dir)}}
 
 
 def run_variants(jobs: Sequence[Job], num_ranks: int, folder: Path) -> list[Run]:
@@ -343,7 +347,7 @@ def compare(one: Run, other: Run) -> Comparison:
 def label(stage: str, flags: Flags) -> str:
     """A variant as it would be typed."""
     typed = {k: v if isinstance(v, list) else str(v).lower() for k, v in flags.items()}
-    return f"`{' '.join([stage, *(word for item in typed.items() for word in flag(*item))])}`"
+    return f"`{' '.join([stage, *arguments(typed)])}`"
 
 
 def row(name: str, num_ranks: int, one: Run, other: Run) -> str:

@@ -144,7 +144,7 @@ def has_own(folders: Sequence[Path], config: TrainConfig) -> bool:
     is_own = False
     for folder in folders:
         with contextlib.suppress(ValueError, KeyError):  # damaged, or written by another version
-            is_own |= not other_run(folder, config)
+            is_own = is_own or not other_run(folder, config)
     return bool(distributed.from_rank0(is_own))
 
 

@@ -43,9 +43,9 @@ def settings(command: str, root: Path) -> str:
     left = [command]
     while left:
         for file, folder in RECIPES.findall(left.pop()):
-            for path in (recipes / folder).rglob("*.[jy]*") if folder else [recipes / file]:
+            for path in (recipes / folder).rglob("*") if folder else [recipes / file]:
                 name = path.relative_to(recipes).as_posix()
-                if name not in values:
+                if path.suffix in (".yaml", ".json") and name not in values:
                     values[name] = yaml.safe_load(path.read_text())
                     left.append(json.dumps(values[name]))
     return digest(values)

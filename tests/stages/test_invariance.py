@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import SHORT_RUN, TIMINGS, launch, run_stages
+from ranks import SHORT_RUN, TIMINGS, launch, run_stages, with_paths
 from safetensors.torch import load_file
 
 from common import distributed, noise
@@ -171,12 +171,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_fo
         }
         if task == "sft":
             flags["model_name_or_path"] = str(tiny_gpt2)
-        for key, value in flags.items():
-            if isinstance(value, list):
-                flags[key] = [names.get(item, item) for item in value]
-            elif isinstance(value, str):
-                flags[key] = names.get(value, value)
-        return {"stage": task.partition("_")[0], "flags": flags}
+        return {"stage": task.partition("_")[0], "flags": with_paths(flags, names)}
 
     seen = {}
     for num_ranks in (1, 2, 4):
