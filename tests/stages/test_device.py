@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import sim_device
 import torch
-from ranks import SHORT_RUN, flag, launch, run_stages, untimed_lines
+from ranks import SHORT_RUN, arguments, launch, run_stages, untimed_lines
 from safetensors.torch import load_file
 from sim_device import decode_simulated
 
@@ -123,9 +123,8 @@ def run_all(jobs: Sequence[dict[str, Any]], *, simulated: bool) -> list[dict[str
         said = ""
         with sim_device.on_sim() if simulated else contextlib.nullcontext():
             if job["stage"] == "evaluate":
-                arguments = [word for item in job["flags"].items() for word in flag(*item)]
                 with mock.patch.object(evaluation_report, "write_report"):  # pictures
-                    evaluate.main(parse(evaluate.EvaluateConfig, arguments))
+                    evaluate.main(parse(evaluate.EvaluateConfig, arguments(job["flags"])))
             elif "bad" in job["name"]:
                 said = sentence_of(job)
             else:
