@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError, gist
 from common.model import shared_prefix
-from common.model.shared_attention import ranges, to_branches
-from common.padding import KeysByLayer, Layout, on_device, shared_prefix_batch
+from common.padding import KeysByLayer, on_device, shared_prefix_batch
 
 FIRST_WIDTH = 64  # keys of a sample that are read at first; doubled when they are full
 
@@ -36,7 +35,7 @@ class SharedDecoder:
         self.lm = lm
         positions = lengths.repeat_interleave(num_samples)
         self.positions = on_device(positions, device)  # (B',) of the next token
-        self.cache = DecodingCache(packed.layout, num_samples, max_length, device)
+        self.cache = DecodingCache(lengths.tolist(), num_samples, max_length, device)
         packed.layout.keys_by_layer = {}
         hidden = shared_prefix.last_hidden_states(
             lm, packed.input_ids, packed.position_ids, packed.layout
@@ -129,19 +128,20 @@ class DecodingCache:
     """
 
     def __init__(
-        self, prompts: Layout, num_samples: int, max_length: int, device: torch.device
+        self, lengths: Sequence[int], num_samples: int, max_length: int, device: torch.device
     ) -> None:
-        """Start without keys of the prompts, which stand in the row that is prefilled."""
+        """Start without keys of the prompts, of N lengths, which are prefilled in one row."""
         self.max_length = max_length
         self.length = 0  # tokens of each sample that the keys hold, with the one of this forward
         self.width = min(FIRST_WIDTH, max_length)  # keys of each sample that are read
         self.is_fixed = has_fixed_shapes(device)
         self.column = torch.full((1,), -1, device=device)  # (1,), of a sample's newest key
-        self.longest = prompts.longest + max_length
-        self.index, self.mask = ranges([(s, e) for s, e, _, _ in prompts.trunks], device)  # (N, P)
-        self.is_padded = len({e - s for s, e, _, _ in prompts.trunks}) > 1
+        self.longest = max(lengths) + max_length
+        index, mask = columns_of(torch.tensor(lengths))
+        self.index, self.mask = on_device(index, device), on_device(mask, device)  # (N, P)
+        self.is_padded = len(set(lengths)) > 1
         # (B',) int64 on the host, the samples still decoded, out of N * K, prompt-major
-        self.rows = torch.arange(len(prompts.trunks) * num_samples)
+        self.rows = torch.arange(len(lengths) * num_samples)
         self.num_samples = num_samples
         self.bias: Tensor | None = None  # (B', 1, 1, P + C) of scores, -inf where there is no key
         self.prompt_keys: KeysByLayer = {}  # (N, H', P, d) each
@@ -202,8 +202,8 @@ class DecodingCache:
             self.bias = bias.repeat_interleave(self.num_samples, 0)
         for layer, (key, value) in keys_by_layer.items():
             # Contiguous: a batched product would copy them all for every token that is drawn.
-            keys, values = (to_branches(x, self.index).contiguous() for x in (key, value))
-            self.prompt_keys[layer] = keys, values
+            keys, values = (x[0][:, self.index].transpose(0, 1) for x in (key, value))
+            self.prompt_keys[layer] = keys.contiguous(), values.contiguous()
             shape = (len(self.rows), key.shape[1], self.max_length, key.shape[-1])
             self.sample_keys[layer] = key.new_zeros(shape), key.new_zeros(shape)
 
@@ -241,6 +241,16 @@ class DecodingCache:
         """Values by prompt (N, H', G r, ...) as values of rows, (B', H', r, ...)."""
         values = values.unflatten(2, (self.group, -1)).transpose(1, 2).flatten(0, 1)
         return values if self.places is None else values[self.places]
+
+
+def columns_of(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns (N, P) of N prompts, of some lengths, that follow one another in a row.
+
+    The columns of a short one are filled up with its last. The mask (N, P) is True at the others.
+    """
+    steps = torch.arange(int(lengths.max()))  # (P,)
+    lengths = lengths[:, None]
+    return lengths.cumsum(0) - lengths + steps.minimum(lengths - 1), steps < lengths
 
 
 def has_fixed_shapes(device: torch.device) -> bool:
