@@ -5,11 +5,12 @@ nothing later may infer them from `ids != pad`, since GPT-2's pad token is its e
 which is also an action that is trained.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -37,13 +38,16 @@ def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tenso
     Returns:
         ids (B, T) int64; mask (B, T) bool, True = a token of the row. Both on the CPU.
     """
-    width = max(map(len, rows), default=0)
-    ids = torch.full((len(rows), width), pad_id)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
-        mask[index, : len(row)] = True
-    return ids, mask
+    lengths = numbers(map(len, rows))  # (B,)
+    mask = np.arange(lengths.max(initial=0)) < lengths[:, None]  # (B, T)
+    ids = np.full(mask.shape, pad_id)
+    ids[mask] = numbers(chain.from_iterable(rows))
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+def numbers(values: Iterable[int]) -> Any:
+    """An int64 array of integers."""
+    return np.fromiter(values, np.int64)
 
 
 def cut_at_stop(completion_ids: Tensor, stop_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -66,6 +70,22 @@ def on_device(tensor: Any, device: torch.device | str) -> Any:
     return tensor.to(device)
 
 
+def together_on(tensors: dict[str, Tensor], device: torch.device | str) -> dict[str, Any]:
+    """Move tensors of the host to a device, in one copy and without a wait of the host."""
+    are_there = any(tensor.device.type != "cpu" for tensor in tensors.values())
+    if are_there or torch.device(device).type in ("cpu", "meta"):
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+    # Each begins at a multiple of 8 bytes, so that it can be viewed as any type.
+    parts = [tensor.numpy().reshape(-1).view(np.uint8) for tensor in tensors.values()]
+    parts = [np.pad(part, (0, -len(part) % 8)) for part in parts]
+    moved = on_device(torch.from_numpy(np.concatenate(parts)), device)
+    sections = moved.split([len(part) for part in parts])
+    return {
+        name: section[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), section in zip(tensors.items(), sections, strict=True)
+    }
+
+
 @dataclass
 class _EitherBatch:
     """Fields and methods of a batch of B completions in either layout."""
@@ -81,9 +101,14 @@ class _EitherBatch:
         return self.completion_mask.sum()
 
     def to(self, device: torch.device | str) -> Self:
-        """Copy to a device."""
-        names = (f.name for f in fields(self) if f.name != "rows")
-        return replace(self, **{name: on_device(getattr(self, name), device) for name in names})
+        """Copy from the host to a device."""
+        return replace(self, **together_on(tensors_of(self), device))
+
+
+def tensors_of(batch: Any) -> dict[str, Any]:
+    """The tensors among the fields of a dataclass, by name."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 @dataclass
@@ -137,33 +162,28 @@ KeysByLayer = dict[int, tuple[Tensor, Tensor]]
 
 @dataclass
 class Layout:
-    """Columns of the tokens of a `SharedPrefixBatch`, for attention.
+    """Which tokens of a `SharedPrefixBatch` see which, for attention.
 
-    The row holds, prompt after prompt, a *trunk* (the prompt, and its completion if it has only
-    one: a causal run) and *branches* (the completions of a prompt with several: each sees the
-    prompt and itself).
+    If no prompt has several completions, the row holds prompt after prompt, each followed by its
+    completion; else all prompts, then all completions. Its *segments* are, in the first case,
+    prompts with their completions; in the second prompts, then completions, the *branches*. A token
+    sees its segment up to itself, and one of a branch the whole prompt too.
 
-    The *tail* of a prompt is its last token and its completions: only these columns of the last
-    hidden states are read.
+    The *tail* are the last tokens of all prompts and all completions, in the order of the row: only
+    these columns of the last hidden states are read.
+
+    Ends are int32 and cumulative: 0, then the end of each range behind the one before.
     """
 
-    # Per prompt: start, end of the prompt, of the trunk, of the last branch, as half-open ranges
-    trunks: list[tuple[int, int, int, int]]
-    branch_index: Tensor  # (R, L) int64, the columns of R branches, filled up on the right with 0
-    branch_mask: Tensor  # (R, L) bool, True = a token of the branch
-    branch_owner: Tensor  # (R,) int64, the prompt of each branch
-    tail: Tensor  # (S,) int64, the columns of all tails
+    segment_ends: Tensor  # (S + 1,), in the row
+    tail_ends: Tensor  # (S + 1,), of the segments' columns in the tail
+    prompt_ends: Tensor  # (N + 1,), of the prompts that have branches; else (1,)
+    group_ends: Tensor  # (N + 1,), of the branches of each prompt, counted from the first; or (1,)
+    tail: Tensor  # int64, columns
+    num_branch: int  # tokens of the branches, with which the row and the tail end
     longest: int  # tokens of the longest prompt with a completion
+    largest: int  # tokens of all branches of a prompt, at most
     keys_by_layer: KeysByLayer | None = None  # if given, layers put theirs in it, (1, H, T, d) each
-    # Index tensors that attention derives from the columns, for all layers. No container, of which
-    # FSDP would give each layer a copy.
-    index_cache: Any = field(default_factory=lambda: SimpleNamespace(gathers={}))
-
-    def to(self, device: torch.device | str) -> "Layout":
-        """Copy to a device."""
-        names = ("branch_index", "branch_mask", "branch_owner", "tail")
-        moved = {name: on_device(getattr(self, name), device) for name in names}
-        return replace(self, **moved, index_cache=SimpleNamespace(gathers={}))
 
 
 @dataclass
@@ -182,6 +202,13 @@ class SharedPrefixBatch(_EitherBatch):
     token_index: Tensor  # (M,) int64, index of each of those tokens in (B, C), flattened
     last: Tensor  # (B,) int64, the column of each completion's last token
 
+    def to(self, device: torch.device | str) -> "SharedPrefixBatch":
+        """Copy from the host to a device."""
+        own = tensors_of(self)
+        moved = together_on(own | tensors_of(self.layout), device)
+        layout = {name: moved.pop(name) for name in tensors_of(self.layout)}
+        return replace(self, layout=replace(self.layout, **layout), **moved)
+
 
 AnyBatch = PaddedBatch | SharedPrefixBatch
 
@@ -194,48 +221,61 @@ def shared_prefix_batch(
     is_real: Sequence[bool] | None = None,
 ) -> SharedPrefixBatch:
     """Put N prompts with any number of completions each into one row; see `padded_batch`."""
-    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real)
-    ids: list[int] = []
-    positions: list[int] = []
-    trunks: list[tuple[int, int, int, int]] = []
-    branches, owners = [], []
-    before: list[int] = []  # the column before each completion token
-    last = []
-    for prompt, group in zip(prompts, completions, strict=True):
-        start, prompt_end = len(ids), len(ids) + len(prompt)
-        ids += prompt
-        positions += range(len(prompt))
-        is_run = len(group) == 1
-        trunk_end = prompt_end + (len(group[0]) if is_run else 0)
-        for row in group:
-            first = len(ids)
-            ids += row
-            positions += range(len(prompt), len(prompt) + len(row))
-            before += [prompt_end - 1, *range(first, first + len(row) - 1)][: len(row)]
-            last.append(first + len(row) - 1 if row else prompt_end - 1)
-            if not is_run:
-                branches.append(range(first, first + len(row)))
-                owners.append(len(trunks))
-        trunks.append((start, prompt_end, trunk_end, len(ids)))
-
-    branch_index, branch_mask = right_pad(branches, 0)  # (R, L)
-    return SharedPrefixBatch(
-        input_ids=torch.tensor([ids]),
-        position_ids=torch.tensor([positions]),
-        layout=Layout(
-            trunks,
-            branch_index,
-            branch_mask,
-            torch.tensor(owners, dtype=torch.long),
-            torch.tensor([i for _, end, _, last in trunks for i in range(end - 1, last)]),
-            max(positions) + 1,
-        ),
-        completion_ids=completion_ids,
-        **shared,
-        predictors=torch.tensor(before, dtype=torch.long),
-        token_index=token_mask.flatten().nonzero().squeeze(-1),
-        last=torch.tensor(last, dtype=torch.long),
+    completion_ids, token_mask, common = _completions(prompts, completions, pad_id, is_real)
+    owner = np.repeat(np.arange(len(prompts)), [*map(len, completions)])  # (B,)
+    # Pieces are the N prompts, then the B completions; `order` is that of the row.
+    pieces = [*prompts, *chain.from_iterable(completions)]
+    has_branches = len(owner) > len(set(owner))
+    order = np.arange(len(pieces))
+    if not has_branches:
+        order = np.argsort(np.append(order[: len(prompts)], owner), kind="stable")
+    lengths = numbers(map(len, pieces))
+    prompt_lengths, own_lengths = np.split(lengths, [len(prompts)])  # (N,) and (B,)
+    starts = np.empty_like(lengths)  # the first column of each piece
+    starts[order] = lengths[order].cumsum() - lengths[order]
+    first_position = np.append(0 * prompt_lengths, prompt_lengths[owner])
+    positions = np.arange(lengths.sum()) - np.repeat(
+        (starts - first_position)[order], lengths[order]
     )
+
+    prompt_last = starts[: len(prompts)] + prompt_lengths - 1  # (N,), columns
+    own_starts, has_tokens = starts[len(prompts) :], own_lengths > 0  # (B,)
+    before = own_lengths.cumsum() - own_lengths  # (B,), tokens of the completions before each
+    token_columns = np.arange(own_lengths.sum()) + np.repeat(own_starts - before, own_lengths)
+    predictors = token_columns - 1  # (M,)
+    predictors[before[has_tokens]] = prompt_last[owner[has_tokens]]
+    last = np.where(has_tokens, own_starts + own_lengths - 1, prompt_last[owner])
+
+    groups = np.zeros_like(prompt_lengths)  # (N,), tokens of all completions of each
+    np.add.at(groups, owner, own_lengths)
+    branches = own_lengths if has_branches else own_lengths[:0]
+    runs = 0 if has_branches else groups
+    layout = Layout(
+        segment_ends=_ends(prompt_lengths + runs, branches),
+        tail_ends=_ends(1 + 0 * prompt_lengths + runs, branches),
+        prompt_ends=_ends(prompt_lengths if has_branches else []),
+        group_ends=_ends(groups if has_branches else []),
+        tail=torch.from_numpy(np.sort(np.append(prompt_last, token_columns))),
+        num_branch=int(branches.sum()),
+        longest=int(positions.max()) + 1,
+        largest=int(groups.max()),
+    )
+    ids = numbers(chain.from_iterable(pieces[piece] for piece in order))
+    return SharedPrefixBatch(
+        input_ids=torch.from_numpy(ids)[None],
+        position_ids=torch.from_numpy(positions)[None],
+        layout=layout,
+        completion_ids=completion_ids,
+        **common,
+        predictors=torch.from_numpy(predictors),
+        token_index=torch.from_numpy(np.flatnonzero(token_mask.numpy())),
+        last=torch.from_numpy(last),
+    )
+
+
+def _ends(*lengths: Any) -> Tensor:
+    """0 and the cumulative lengths, int32."""
+    return torch.from_numpy(np.concatenate([[0], *lengths]).cumsum().astype(np.int32))
 
 
 def _completions(

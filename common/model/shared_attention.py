@@ -1,164 +1,270 @@
 """Attention in which the completions of a prompt share the prompt's keys and values.
 
-A row holds prompts with all their completions. A prompt's token attends to the prompt up to itself,
-a completion's token to the whole prompt and to its completion up to itself. Each layer makes one
-call of fused attention for the prompts and one for the completions; for the second the prompt's
-keys and values are copied.
+Two calls of fused attention over ranges of a row (see `padding.Layout`) need neither a mask nor a
+copy. In the first every segment attends to itself, causally. In the second the branches attend to
+their prompts. A query's two outputs are merged, weighted by the sums of their exponential scores.
+
+In backward both calls are given the merged output and log-sum: with these each computes its share
+of the gradient, exactly (as ring attention does over ranks, Liu et al. 2023, arXiv 2310.01889).
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.padding import Layout, on_device
+from common.padding import Layout
+
+aten = torch.ops.aten
+KINDS = {False: 0, True: 2}  # of the efficient kernel's mask: causal is 2, to end at the last key
 
 
 def branch_attention(
     query: Tensor,  # (1, H, T, d), or with `is_tail` (1, H, S, d): of the tails only
-    key: Tensor,  # (1, H, T, d)
-    value: Tensor,  # (1, H, T, d)
+    key: Tensor,  # (1, H', T, d), H' dividing H
+    value: Tensor,  # (1, H', T, d)
     layout: Layout,
     is_tail: bool,
     scaling: float,  # of the scores
 ) -> Tensor:
-    """Attention output of every query, in the shape of `query`.
-
-    Whole trunks are causal and need no mask, so FlashAttention can take them: a token does not
-    attend to the padding behind it, and the output at the padding is dropped.
-    """
-    gathers = Gathers.of(layout, is_tail, query.dtype)
-    outputs = []
-    keys = Copies.apply(key, *gathers.keys)
-    values = Copies.apply(value, *gathers.keys)
-    for index, k, v, mask in zip(gathers.queries, keys, values, gathers.masks, strict=True):
-        is_causal = mask is None and index.shape[1] == k.shape[2]
-        output = nn.functional.scaled_dot_product_attention(
-            to_branches(query, index), k, v, mask, is_causal=is_causal, scale=scaling
-        )
-        outputs.append(output.transpose(1, 2).flatten(0, 1))  # (R * L', H, d)
-    output = torch.cat(outputs).index_select(0, gathers.order)
+    """Attention output of every query, in the shape of `query`."""
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output: Tensor = TwoCalls.apply(query, key, value, layout, is_tail, scaling)
     return output.transpose(0, 1)[None]
 
 
-def query_columns(layout: Layout, is_tail: bool) -> tuple[list[tuple[int, int, int]], Tensor]:
-    """Columns of the queries, in a row of all tokens of a layout or of its tails only.
+class TwoCalls(torch.autograd.Function):
+    """Both calls and their merge: queries (Q, H, d), keys and values (T, H', d)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Layout,
+        is_tail: bool,
+        scaling: float,
+    ) -> Tensor:
+        """Output (Q, H, d)."""
+        own_ends = [layout.tail_ends if is_tail else layout.segment_ends, layout.segment_ends]
+        longest = [layout.longest] * 2
+        output, log_sum = range_attention(
+            [query, key, value], own_ends, longest, is_causal=True, scaling=scaling
+        )
+        if layout.num_branch:
+            branch = slice(len(query) - layout.num_branch, None)
+            shared = slice(len(key) - layout.num_branch)
+            other_output, other_log_sum = range_attention(
+                [query[branch], key[shared], value[shared]],
+                [layout.group_ends, layout.prompt_ends],
+                [layout.largest, layout.longest],
+                is_causal=False,
+                scaling=scaling,
+            )
+            merged = torch.logaddexp(log_sum[:, branch], other_log_sum)  # (H, Q')
+            share = (log_sum[:, branch] - merged).exp().t().unsqueeze(-1)  # (Q', H, 1)
+            output[branch] = torch.lerp(other_output.float(), output[branch].float(), share)
+            log_sum[:, branch] = merged
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        ctx.layout, ctx.own_ends, ctx.scaling = layout, own_ends, scaling
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients of query, key and value."""
+        query, key, value, output, log_sum = ctx.saved_tensors
+        layout, scaling, grad = ctx.layout, ctx.scaling, grad.contiguous()
+        grads = range_attention_backward(
+            [grad, query, key, value, output, log_sum],
+            ctx.own_ends,
+            [layout.longest] * 2,
+            is_causal=True,
+            scaling=scaling,
+        )
+        if layout.num_branch:
+            branch = slice(len(query) - layout.num_branch, None)
+            shared = slice(len(key) - layout.num_branch)
+            tensors = [grad[branch], query[branch], key[shared], value[shared], output[branch]]
+            others = range_attention_backward(
+                [*tensors, log_sum[:, branch].contiguous()],
+                [layout.group_ends, layout.prompt_ends],
+                [layout.largest, layout.longest],
+                is_causal=False,
+                scaling=scaling,
+            )
+            for total, part, other in zip(grads, (branch, shared, shared), others, strict=True):
+                total[part] += other
+        return *grads, None, None, None
+
+
+@torch.library.custom_op("summarize_from_feedback::range_attention", mutates_args=())
+def range_attention(
+    tensors: Sequence[Tensor],
+    ends: Sequence[Tensor],
+    longest: Sequence[int],
+    *,
+    is_causal: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each range of queries to the keys of the same range, by a fused kernel.
+
+    The `tensors` are queries (Q, H, d), keys and values (T, H', d); the `ends` (S + 1,) of queries
+    and of keys as in `Layout`, and the `longest` range of each. The last query of a range sees its
+    last key; with `is_causal` the one before it sees one key less. Every query is in a range, and a
+    range with queries has keys.
 
     Returns:
-        Per prompt (start, end of the trunk, end of the branches); (R, L) those of the branches.
+        output (Q, H, d); log-sum of the exponential scores (H, Q), float32.
     """
-    if not is_tail:
-        bounds = [(start, trunk_end, end) for start, _, trunk_end, end in layout.trunks]
-        return bounds, layout.branch_index
-    bounds, num_left_out, before = [], 0, []
-    for start, prompt_end, trunk_end, end in layout.trunks:
-        num_left_out += prompt_end - 1 - start
-        left = num_left_out
-        bounds.append((prompt_end - 1 - left, trunk_end - left, end - left))
-        before.append(left)
-    left_out = on_device(torch.tensor(before), layout.branch_index.device)[layout.branch_owner]
-    return bounds, (layout.branch_index - left_out[:, None]).clamp(min=0)
+    (query, key, value), (query_ends, key_ends) = tensors, ends
+    most_queries, most_keys = longest
+    attend: Callable[..., Any]
+    if is_for_flash(query):
+        attend = partial(aten._flash_attention_forward, query, key, value, query_ends, key_ends)
+        output, log_sum, *_ = attend(most_queries, most_keys, 0.0, is_causal, False, scale=scaling)
+        return output, log_sum
+    key, value = (repeated(x, query.shape[1]) for x in (key, value))
+    if not is_on_cpu(query):
+        attend = partial(
+            aten._efficient_attention_forward, query[None], key[None], value[None], None
+        )
+        attend = partial(attend, query_ends, key_ends, most_queries, most_keys, scale=scaling)
+        output, padded_sum, *_ = attend(0.0, KINDS[is_causal], True)
+        index, place = places(query_ends, len(query))
+        return output[0], padded_sum[index, :, place].t().contiguous()
+    output, log_sum = empty_output(tensors)
+    query, key, value, result = (heads_first(x) for x in (query, key, value, output))
+    for q, k in ranges(query_ends, key_ends):
+        options = options_of(q, k, is_causal, query.dtype) | {"scale": scaling}
+        attend = aten._scaled_dot_product_flash_attention_for_cpu
+        result[:, :, q], log_sum[None, :, q] = attend(
+            query[:, :, q], key[:, :, k], value[:, :, k], **options
+        )
+    return output, log_sum
 
 
-class Gathers(NamedTuple):
-    """Columns that `branch_attention` gathers: rectangles, padded on the right.
+@range_attention.register_fake
+def empty_output(tensors: Sequence[Tensor], *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Tensors of the shapes that `range_attention` returns."""
+    query = tensors[0]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty(query.shape[1::-1], dtype=dtype)
 
-    The first rectangle has the N trunks: L' queries, L keys. The second has the R branches, if
-    there are any: C queries, P + C keys (the prompt's, then the completion's).
+
+@torch.library.custom_op("summarize_from_feedback::range_attention_backward", mutates_args=())
+def range_attention_backward(
+    tensors: Sequence[Tensor],
+    ends: Sequence[Tensor],
+    longest: Sequence[int],
+    *,
+    is_causal: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; see `range_attention`.
+
+    The `tensors` are the output's gradient, query, key, value, output and log-sum. Output and
+    log-sum may be over more keys than these, whose share of the gradient this is.
     """
-
-    queries: list[Tensor]  # (N, L') and (R, C), the columns among the queries
-    keys: list[Tensor]  # (N, L) and (R, P + C), the columns of their keys
-    masks: list[Tensor | None]  # (N, 1, L', L) and (R, 1, C, P + C), see `additive`
-    order: Tensor  # (queries,), the index of each in the N * L' + R * C outputs
-
-    @classmethod
-    def of(cls, layout: Layout, is_tail: bool, dtype: torch.dtype) -> "Gathers":
-        """Made once per batch, not in every layer; no size waits for the device."""
-        cache = layout.index_cache.gathers
-        if (is_tail, dtype) in cache:
-            cached: Gathers = cache[is_tail, dtype]
-            return cached
-        bounds, branch_queries = query_columns(layout, is_tail)
-        device = layout.branch_index.device
-        q_index, q_mask = ranges([(start, end) for start, end, _ in bounds], device)
-        k_index, k_mask = ranges([(start, end) for start, _, end, _ in layout.trunks], device)
-        rectangles = [(q_index, k_index)]
-        masks: list[Tensor | None] = [None]
-        are_alike = len({end - start for start, _, end, _ in layout.trunks}) == 1
-        if is_tail and not (are_alike and q_index.shape[1] == 1):
-            num_before = (k_mask.sum(-1) - q_mask.sum(-1))[:, None, None]  # keys before the queries
-            steps = torch.arange(k_index.shape[1], device=device)  # (L,)
-            visible = steps <= steps[: q_index.shape[1], None] + num_before  # (N, L', L)
-            masks = [additive(visible, dtype)]
-        if layout.branch_index.numel():
-            prompt_index, prompt_mask = ranges([(s, p) for s, p, _, _ in layout.trunks], device)
-            owner, (num_branches, length) = layout.branch_owner, layout.branch_index.shape
-            causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-            sees_prompt = prompt_mask[owner][:, None].expand(-1, length, -1)
-            sees = torch.cat([sees_prompt, causal.expand(num_branches, -1, -1)], -1)
-            key_index = torch.cat([prompt_index[owner], layout.branch_index], 1)
-            rectangles.append((branch_queries, key_index))
-            masks.append(additive(sees, dtype))
-
-        is_padding = ~torch.cat([q_mask.flatten(), layout.branch_mask.flatten()])
-        columns = torch.cat([q_index.flatten(), branch_queries.flatten()])
-        num_queries = bounds[-1][2]
-        columns = columns.masked_fill(is_padding, num_queries)  # behind the last, and dropped
-        outputs = torch.arange(len(columns), device=device)
-        order = columns.new_empty(num_queries + 1).scatter(0, columns, outputs)
-        query_indices = [query_index for query_index, _ in rectangles]
-        key_indices = [key_index for _, key_index in rectangles]
-        gathers = cls(query_indices, key_indices, masks, order[:num_queries])
-        cache[is_tail, dtype] = gathers
-        return gathers
+    grad, query, key, value, output, log_sum = tensors
+    (query_ends, key_ends), (most_queries, most_keys) = ends, longest
+    attend: Callable[..., Any]
+    if is_for_flash(query):
+        seed, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)
+        attend = partial(aten._flash_attention_backward, grad, query, key, value, output, log_sum)
+        attend = partial(attend, query_ends, key_ends, most_queries, most_keys, 0.0, is_causal)
+        return tuple(attend(seed, unused, scale=scaling))  # type: ignore[return-value]
+    num_heads, num_key_heads = query.shape[1], key.shape[1]
+    key, value = (repeated(x, num_heads) for x in (key, value))
+    if not is_on_cpu(query):
+        index, place = places(query_ends, len(query))
+        shape = len(query_ends) - 1, num_heads, -(-most_queries // 32) * 32
+        padded_sum = log_sum.new_full(shape, math.inf)
+        padded_sum[index, :, place] = log_sum.t()
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        attend = partial(aten._efficient_attention_backward, grad[None], query[None], key[None])
+        attend = partial(attend, value[None], None, output[None], query_ends, key_ends)
+        attend = partial(attend, most_queries, most_keys, padded_sum, 0.0, seed, seed)
+        grads = [x[0] for x in attend(KINDS[is_causal], False, scale=scaling)[:3]]
+    else:
+        grads = [x.new_zeros(x.shape) for x in (query, key, value)]  # also of keys without a query
+        totals = [heads_first(x) for x in grads]
+        grad, query, key, value, output = map(heads_first, (grad, query, key, value, output))
+        for q, k in ranges(query_ends, key_ends):
+            options = options_of(q, k, is_causal, query.dtype) | {"scale": scaling}
+            attend = partial(
+                aten._scaled_dot_product_flash_attention_for_cpu_backward,
+                grad[:, :, q],
+                query[:, :, q],
+                key[:, :, k],
+                value[:, :, k],
+            )
+            of_range = attend(output[:, :, q], log_sum[None, :, q], 0.0, **options)
+            for total, columns, values in zip(totals, (q, k, k), of_range, strict=True):
+                total[:, :, columns] = values
+    return grads[0], *(summed(x, num_key_heads) for x in grads[1:])
 
 
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Attention mask (R, 1, L', L) added to the scores: 0 where `visible` (R, L', L), else -inf.
-
-    Its rows lie a multiple of 8 numbers apart, as a GPU's kernels require; of any other mask they
-    make such a copy in every layer.
-    """
-    scores = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    scores = nn.functional.pad(scores, (0, -scores.shape[-1] % 8))[..., : scores.shape[-1]]
-    return scores.masked_fill_(~visible, float("-inf"))[:, None]
+@range_attention_backward.register_fake
+def empty_grads(tensors: Sequence[Tensor], *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    """Tensors of the shapes that `range_attention_backward` returns."""
+    return tuple(x.new_empty(x.shape) for x in tensors[1:4])
 
 
-class Copies(torch.autograd.Function):
-    """Keys or values (1, H, T, d) gathered at rectangles of columns (R, L): (R, H, L, d) each.
-
-    A token's gradient is summed over its copies in float32, also under bfloat16: a prompt's key has
-    a copy in each of its branches.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *rectangles: Tensor) -> tuple[Tensor, ...]:
-        """Copy."""
-        ctx.rectangles, ctx.length = rectangles, tensor.shape[2]
-        return tuple(to_branches(tensor, index) for index in rectangles)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradient of the tensor."""
-        _, num_heads, _, width = grads[0].shape
-        total = grads[0].new_zeros(ctx.length, num_heads, width, dtype=torch.float32)
-        for index, grad in zip(ctx.rectangles, grads, strict=True):
-            total.index_add_(0, index.flatten(), grad.transpose(1, 2).flatten(0, 1).float())
-        return total.to(grads[0].dtype).transpose(0, 1)[None], *(None for _ in grads)
+def is_for_flash(query: Tensor) -> bool:
+    """Whether FlashAttention takes the queries (Q, H, d)."""
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return not is_on_cpu(query) and is_half and query.shape[-1] in range(8, 257, 8)
 
 
-def to_branches(tensor: Tensor, index: Tensor) -> Tensor:
-    """Gather (1, H, T, d) at columns (R, L): (R, H, L, d)."""
-    picked: Tensor = tensor[0].index_select(1, index.flatten())  # (H, R * L, d)
-    picked = picked.view(len(picked), *index.shape, picked.shape[-1])
-    return picked.transpose(0, 1)
+def is_on_cpu(query: Tensor) -> bool:
+    """Whether the CPU's kernel is to be used."""
+    return query.device.type == "cpu"
 
 
-def ranges(bounds: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Half-open ranges as index (N, L), padded with their last column, and mask (N, L)."""
-    starts, ends = on_device(torch.tensor(bounds), device).split(1, dim=1)  # (N, 1)
-    lengths = ends - starts
-    columns = torch.arange(max(b - a for a, b in bounds), device=device)  # (L,)
-    return starts + columns.minimum(lengths - 1), columns < lengths
+def ranges(query_ends: Tensor, key_ends: Tensor) -> list[tuple[slice, slice]]:
+    """The columns of each range that has queries, and those of its keys."""
+    columns = [
+        [slice(start, end) for start, end in itertools.pairwise(ends.tolist())]
+        for ends in (query_ends, key_ends)
+    ]
+    return [(q, k) for q, k in zip(columns[0], columns[1], strict=True) if q.start < q.stop]
+
+
+def places(ends: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
+    """The range of each query, and its number in it: (Q,) each."""
+    queries = torch.arange(num_queries, device=ends.device)
+    index = torch.searchsorted(ends, queries, right=True) - 1
+    return index, queries - ends[index]
+
+
+def options_of(queries: slice, keys: slice, is_causal: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Whether and with which mask the CPU's kernel lets the last query see the last key."""
+    num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+    if not is_causal or num_queries == num_keys:
+        return {"is_causal": is_causal}
+    hidden = torch.full((num_queries, num_keys), -math.inf, dtype=dtype)
+    return {"is_causal": False, "attn_mask": hidden.triu(1 + num_keys - num_queries)}
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    """(L, H, d) as (1, H, L, d)."""
+    return tensor.transpose(0, 1)[None]
+
+
+def repeated(tensor: Tensor, num_heads: int) -> Tensor:
+    """Keys or values (T, H', d) for each head of the queries: (T, H, d)."""
+    num_repeats = num_heads // tensor.shape[1]
+    return tensor if num_repeats == 1 else tensor.repeat_interleave(num_repeats, 1)
+
+
+def summed(grad: Tensor, num_heads: int) -> Tensor:
+    """The gradient of what was `repeated`, summed in float32."""
+    if grad.shape[1] == num_heads:
+        return grad
+    groups: Tensor = grad.unflatten(1, (num_heads, -1))  # (T, H', r, d)
+    return groups.sum(2, dtype=torch.float32).to(grad.dtype)

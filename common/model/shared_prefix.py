@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.errors import UserError
@@ -209,8 +209,6 @@ def attend_by_layout(
             layout.keys = key, value  # the first of its two passes computes only these
             return query.new_zeros(()).expand(query.transpose(1, 2).shape)
         key, value = layout.keys
-    num_repeats = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, num_repeats), repeat_kv(value, num_repeats)
     return branch_attention(query, key, value, whole, is_tail, scaling).transpose(1, 2)
 
 

@@ -23,46 +23,21 @@ def activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, f
     what the activation makes and is given; what that layer kept is free by then.
     """
     config, tokens, size = run.config, batch.tokens, run.number_bytes
-    more = attention_bytes(run, model, batch)
-    block = last = tokens * model.block_bytes + more
+    block = last = tokens * model.block_bytes
     tail = tokens
     if run.is_shared:
         tail = min(tokens, batch.prompts + batch.completions * config.max_completion_length)
-        read = 2 * (tail - tokens) * model.attention_width * size  # copies, of the tail's queries
-        last = tokens * model.keys_bytes + read + tail * model.block_bytes + more
+        last = tokens * (model.keys_bytes + model.kept_keys_bytes) + tail * model.block_bytes
+    else:  # the mask of each row, made a number of the compute dtype in each layer
+        seen = config.max_prompt_length + config.max_completion_length
+        block = last = block + batch.completions * seen**2 * size
     made = (2 * model.width + model.num_gates * model.mlp_width) * size  # of a token
-    layers, outer = model.num_layers, tokens * model.outer_bytes + mask_bytes(run, batch)
+    layers, outer = model.num_layers, tokens * model.outer_bytes
     if config.gradient_checkpointing:
         kept = outer + layers * tokens * model.width * size
         return kept, kept + block + tokens * made
     kept = outer + (layers - 1) * block + last
     return kept, max(kept + tail * made, kept - last + tokens * made)
-
-
-def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
-    """What attention keeps in one layer besides queries, keys, values and output of each token.
-
-    Padded: the mask of each row, made a number of the compute dtype in each layer. Shared
-    (`shared_attention.branch_attention`): copies of queries, keys and values of the trunks and
-    their output; and per completion copies of the prompt's keys and values.
-    """
-    prompt, own = run.config.max_prompt_length, run.config.max_completion_length
-    size, width, seen = run.number_bytes, model.attention_width, prompt + own
-    if not run.is_shared:
-        return batch.completions * seen**2 * size
-    if run.num_completions == 1:  # no branches
-        return batch.prompts * 4 * seen * width * size
-    trunks = batch.prompts * 4 * prompt
-    return (trunks + batch.completions * 2 * (own + seen)) * width * size
-
-
-def mask_bytes(run: Run, batch: MicroBatch) -> float:
-    """Masks that the layers share (`shared_attention.Gathers`), of completions and of tails."""
-    if not run.is_shared:
-        return 0.0
-    own, masks = run.config.max_completion_length, min(2, run.num_completions)
-    seen = run.config.max_prompt_length + own
-    return masks * batch.completions * own * seen * run.number_bytes
 
 
 def forward_bytes(run: Run, model: Footprint, tokens: float) -> float:

@@ -175,7 +175,7 @@ class Count:
     """The storages that a graph keeps, each once, and what was seen at each layer's attention."""
 
     parameters: set[int]  # storages that are not counted
-    copies: bool
+    repeats: bool  # keys and values, for each head of the queries
     # By address, and held so that none is freed and its address used again.
     kept: dict[int, Any] = field(default_factory=dict)
     before: list[int] = field(default_factory=list)  # bytes kept before each layer's attention
@@ -199,8 +199,7 @@ class Count:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: float) -> Tensor:
         """In the place of fused attention: keep what that keeps for backward, compute nothing.
 
-        Kept are queries, keys, values, the output, and a log-sum-exp per query and head; where they
-        are copied first the copies are counted by arithmetic, and here the output only.
+        Kept are queries, keys, values, the output, and a log-sum-exp per query and head.
 
         Returns:
             (1, H, T, d), in the memory order of fused attention.
@@ -213,11 +212,11 @@ class Count:
         output = query.new_empty(batch, length, num_heads, width).transpose(1, 2)
         if query.requires_grad or key.requires_grad:
             self.pack(output.requires_grad_())
-            if not self.copies:
-                repeats = num_heads // key.shape[1]
-                lse = query.new_empty(batch, length, num_heads, dtype=torch.float32)
-                for kept in (query, repeat_kv(key, repeats), repeat_kv(value, repeats), lse):
-                    self.pack(kept)
+            num_repeats = num_heads // key.shape[1] if self.repeats else 1
+            lse = query.new_empty(batch, length, num_heads, dtype=torch.float32)
+            repeated = [repeat_kv(x, num_repeats) for x in (key, value)]
+            for kept in (query, *repeated, lse):
+                self.pack(kept)
         return output
 
 
@@ -232,8 +231,8 @@ def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig) -> Cou
     fsdp.fuse_gelu(lm)
     shared_prefix.use_shared_prefix(lm, blocks[-1])
     lm.eval()
-    copies = config.layout == "shared_prefix"  # attention copies what it reads
-    count = Count({p.untyped_storage()._cdata for p in lm.parameters()}, copies)
+    parameters = {p.untyped_storage()._cdata for p in lm.parameters()}
+    count = Count(parameters, repeats=config.layout == "padded")
     ids, positions = torch.zeros(2, 1, NUM_TOKENS, dtype=torch.long, device="meta")
     try:
         with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor):

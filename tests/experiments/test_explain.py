@@ -185,15 +185,14 @@ def wrong(page: Page, expected: dict[str, Any]) -> list[str]:
     # The exponential of a sum over tokens, each to 1e-5, is off relatively as the sum is.
     longest = max(len(record["ids"]) for record in page["completions"])
     rtol = {"completion factor": 1e-5 * longest}
+    targets = {name: torch.as_tensor(x).double().flatten() for name, x in expected.items()}
+    for numbers in (shown, targets):  # the root of a penalty is off as two rewards are
+        if "pair penalty" in numbers:
+            numbers["pair penalty"] = numbers["pair penalty"].sqrt() / 2
     return [
         name
         for name, values in shown.items()
-        if not torch.allclose(
-            values,
-            torch.as_tensor(expected[name]).double().flatten(),
-            rtol=rtol.get(name, 1e-5),
-            atol=1e-5,
-        )
+        if not torch.allclose(values, targets[name], rtol=rtol.get(name, 1e-5), atol=1e-5)
     ]
 
 

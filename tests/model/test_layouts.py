@@ -269,13 +269,24 @@ def test_an_attention_that_is_not_told_the_layout_is_refused():
 # ---- one attention call --------------------------------------------------------------------------
 
 
+def row_by_hand(groups: Groups) -> list[tuple[int, int, int]]:
+    """Of each token its prompt, its completion (-1: none) and its place in it, in the row's order.
+
+    If a prompt has several completions, all completions stand behind all prompts.
+    """
+    has_branches = any(len(lengths) > 1 for _, lengths in groups)
+    row: list[tuple[int, int, int]] = []
+    behind: list[tuple[int, int, int]] = []
+    for i, (prompt, lengths) in enumerate(groups):
+        row += [(i, -1, t) for t in range(prompt)]
+        own = [(i, k, t) for k, length in enumerate(lengths) for t in range(length)]
+        (behind if has_branches else row).extend(own)
+    return row + behind
+
+
 def visible_by_hand(groups: Groups) -> Tensor:
     """(T, T) bool: who sees whom, written token by token."""
-    tokens: list[tuple[int, int, int]] = []  # prompt, completion (-1: none), place in it
-    for i, (prompt, lengths) in enumerate(groups):
-        tokens += [(i, -1, t) for t in range(prompt)]
-        for k, length in enumerate(lengths):
-            tokens += [(i, k, t) for t in range(length)]
+    tokens = row_by_hand(groups)
     visible = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     for a, b in itertools.product(range(len(tokens)), repeat=2):
         (i, k, t), (j, m, s) = tokens[a], tokens[b]
@@ -284,13 +295,10 @@ def visible_by_hand(groups: Groups) -> Tensor:
 
 
 def tail_by_hand(groups: Groups) -> Tensor:
-    """Places of the last token of each prompt and of all that follows it."""
-    places, start = [], 0
-    for prompt, lengths in groups:
-        end = start + prompt + sum(lengths)
-        places += range(start + prompt - 1, end)
-        start = end
-    return torch.tensor(places)
+    """Places of the last token of each prompt and of all completions."""
+    row = row_by_hand(groups)
+    is_tail = [k >= 0 or t == groups[i][0] - 1 for i, k, t in row]
+    return torch.tensor(is_tail).nonzero().flatten()
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
@@ -302,43 +310,117 @@ def layout_of(groups: Groups) -> Layout:
     batch = shared_prefix_batch(
         [[1] * prompt for prompt, _ in groups], [[[2] * c for c in cs] for _, cs in groups], 0
     )
-    return batch.layout.to(distributed.device())
-
-
-def branch_lengths(groups: Groups) -> list[int]:
-    """Of the completions of prompts with several; `test_a_completion_may_be_empty` has all 0."""
-    return [length for _, lengths in groups if len(lengths) > 1 for length in lengths]
+    return batch.to(distributed.device()).layout
 
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 7), st.lists(st.integers(0, 5), max_size=4)), min_size=1, max_size=4
-).filter(lambda groups: sum(branch_lengths(groups)) > 0 or not branch_lengths(groups))
+)
 
 
-@settings(max_examples=60, deadline=None)
-@given(groups=GROUPS, seed=st.integers(0, 99))
-def test_attention_is_that_of_a_dense_mask(groups, seed):
-    """For all queries and for the tails only; completions may be empty, and there may be none."""
+def check_attention(groups: Groups, num_key_heads: int = 6, seed: int = 0) -> None:
+    """For all queries and for the tails only: outputs and gradients are those of a dense mask."""
     visible = visible_by_hand(groups).to(distributed.device())
     generator = torch.Generator().manual_seed(seed)
-    shape = (4, 1, 3, len(visible), 8)  # query, key, value and the gradient that comes back
+    shape = (4, 1, 6, len(visible), 8)  # query, key, value and the gradient that comes back
     tensors = torch.randn(shape, generator=generator).to(distributed.device())
-    exact = [x.double().requires_grad_() for x in tensors[:3]]
+    heads = [6, num_key_heads, num_key_heads]
+    given = [x[:, :n] for x, n in zip(tensors, heads, strict=False)]
+    exact = [x.double().requires_grad_() for x in given]
     layout = layout_of(groups)
     tail = tail_by_hand(groups).to(distributed.device())
     for is_tail in (False, True):
         picked = tail if is_tail else torch.arange(len(visible), device=tail.device)
         for x in exact:
             x.grad = None
-        expected = dense_attention(*exact, visible)[:, :, picked]
+        repeats = 6 // num_key_heads
+        key, value = (x.repeat_interleave(repeats, 1) for x in exact[1:])
+        expected = dense_attention(exact[0], key, value, visible)[:, :, picked]
         expected.backward(tensors[3, :, :, picked].double())
-        inputs = [x.clone().requires_grad_() for x in tensors[:3]]
+        inputs = [x.clone().requires_grad_() for x in given]
         output = branch_attention(inputs[0][:, :, picked], *inputs[1:], layout, is_tail, 0.4)
         output.backward(tensors[3, :, :, picked])
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-5)
         for x, target in zip(inputs, exact, strict=True):
             error = float((x.grad - target.grad).norm())
             assert error <= 1e-5 * max(1.0, float(target.grad.norm())), is_tail
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=GROUPS, num_key_heads=st.sampled_from([6, 2, 1]), seed=st.integers(0, 99))
+def test_attention_is_that_of_a_dense_mask(groups, num_key_heads, seed):
+    """Completions may be empty, and there may be none; heads may share keys."""
+    check_attention(groups, num_key_heads, seed)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_s_kernel_in_float32_is_called_as_it_is_meant(name, monkeypatch):
+    """By a stand-in for the kernel that knows its conventions: padded log-sums, and its masks."""
+    monkeypatch.setattr(shared_attention, "is_on_cpu", lambda query: False)
+    monkeypatch.setattr(shared_attention, "aten", EfficientAttention)
+    check_attention(CASES[name], num_key_heads=2)
+
+
+class EfficientAttention:
+    """`_efficient_attention_forward` and `_backward` of a GPU, by products of matrices."""
+
+    @staticmethod
+    def weights(query: Tensor, key: Tensor, kind: int, scale: float) -> Tensor:
+        """Scores (H, queries, keys) of a range; the mask of kind 2 ends at the last key."""
+        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool)
+        hidden = hidden.triu(1 + len(key) - len(query)) if kind == 2 else ~hidden
+        return scores.masked_fill(hidden, -torch.inf)
+
+    @classmethod
+    def _efficient_attention_forward(cls, query, key, value, bias, *args: Any, scale: float) -> Any:
+        query_ends, key_ends, longest, _, dropout, kind, with_log_sum = args
+        assert (bias, dropout, with_log_sum) == (None, 0.0, True)
+        output = torch.full_like(query, torch.nan)
+        shape = len(query_ends) - 1, query.shape[2], -(-longest // 32) * 32
+        log_sum = query.new_full(shape, torch.nan)
+        for s, (q, k) in enumerate(cls.ranges(query_ends, key_ends)):
+            scores = cls.weights(query[0, q], key[0, k], kind, scale)
+            output[0, q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[0, k])
+            log_sum[s, :, : q.stop - q.start] = scores.logsumexp(-1)
+        return output, log_sum, None, None, longest, longest
+
+    @classmethod
+    def _efficient_attention_backward(
+        cls, grad, query, key, value, *args: Any, scale: float
+    ) -> Any:
+        _, output, query_ends, key_ends, longest, _, log_sum, _, _, _, kind, _ = args
+        assert log_sum.shape[2] == -(-longest // 32) * 32
+        grads = [torch.full_like(x, torch.nan) for x in (query, key, value)]
+        for s, (q, k) in enumerate(cls.ranges(query_ends, key_ends)):
+            sums = log_sum[s, :, : q.stop - q.start, None]
+            shares = (cls.weights(query[0, q], key[0, k], kind, scale) - sums).exp()
+            delta = (grad[0, q] * output[0, q]).sum(-1).t()[..., None]
+            toward = torch.einsum("qhd,khd->hqk", grad[0, q], value[0, k]) - delta
+            toward = toward * shares * scale
+            grads[0][0, q] = torch.einsum("hqk,khd->qhd", toward, key[0, k])
+            grads[1][0, k] = torch.einsum("hqk,qhd->khd", toward, query[0, q])
+            grads[2][0, k] = torch.einsum("hqk,qhd->khd", shares, grad[0, q])
+        return *grads, None
+
+    @staticmethod
+    def ranges(query_ends: Tensor, key_ends: Tensor) -> list[tuple[slice, slice]]:
+        pairs = [itertools.pairwise(ends.tolist()) for ends in (query_ends, key_ends)]
+        return [(slice(*q), slice(*k)) for q, k in zip(*pairs, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 12, 264])
+def test_a_gpu_s_kernels_take_the_arguments(dtype, width):
+    """By torch's own checks of shapes, which need no GPU."""
+    batch = shared_prefix_batch([[1] * 5, [2]], [[[3], [4, 5]], [[6]]], 0).to("meta")
+    inputs = torch.randn(3, 1, 2, batch.input_ids.shape[1], width, dtype=dtype, device="meta")
+    query, key, value = (x.requires_grad_() for x in inputs)
+    output = branch_attention(query, key, value, batch.layout, False, 0.4)
+    assert (output.shape, output.dtype) == (query.shape, dtype)
+    output.sum().backward()
+    assert query.grad.shape == query.shape
+    assert key.grad.dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -355,46 +437,9 @@ def test_a_completion_may_be_empty(groups):
     torch.testing.assert_close(rewards, expected, rtol=0, atol=tiny.rounding(model.lm))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_whole_trunks_are_causal_without_a_mask(name, monkeypatch):
-    """Whatever their lengths, so that a GPU may take FlashAttention; masks need no copy there."""
-    calls, plain = [], nn.functional.scaled_dot_product_attention
-
-    def noted(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-    ) -> Any:
-        calls.append((query.shape[2], key.shape[2], mask, options["is_causal"]))
-        return plain(query, key, value, mask, **options)
-
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", noted)
-    layout = layout_of(CASES[name])
-    inputs = torch.randn(3, 1, 2, layout.trunks[-1][-1], 8, dtype=torch.bfloat16)
-    branch_attention(*inputs.to(distributed.device()), layout, False, 0.4)
-    longest = max(end - start for start, _, end, _ in layout.trunks)
-    assert calls[0] == (longest, longest, None, True)
-    assert len(calls) == 1 + any(len(lengths) > 1 for _, lengths in CASES[name])
-    for _, _, mask, is_causal in calls[1:]:
-        assert mask.dtype == inputs.dtype
-        assert {stride % 8 for stride in mask.stride()[:-1]} == {0}
-        assert not is_causal
-
-
-def test_one_query_of_each_row_of_a_length_needs_no_mask():
-    """The last token of each prompt, in the last block."""
-    one, two = (layout_of(groups) for groups in ([(6, [4, 1])], [(6, [4, 1]), (5, [2, 2])]))
-    assert shared_attention.Gathers.of(one, True, torch.float32).masks[0] is None
-    assert shared_attention.Gathers.of(two, True, torch.float32).masks[0] is not None
-
-
-def test_gradients_of_a_prompt_s_keys_are_summed_in_float32(monkeypatch):
+def test_gradients_of_a_prompt_s_keys_are_summed_in_float32():
     """Under bfloat16 512 equal ones, each rounded as it is, are 256 times two of them."""
-    grads, dtypes, plain = {}, set(), Tensor.index_add_
-
-    def noted(total: Tensor, *args: Any) -> Tensor:
-        dtypes.add(total.dtype)  # the CPU's kernel may sum bfloat16 in float32, a GPU's does not
-        return plain(total, *args)
-
-    monkeypatch.setattr(Tensor, "index_add_", noted)
+    grads = {}
     for num_branches in (2, 512):
         layout = layout_of([(5, [3] * num_branches)])
         torch.manual_seed(0)
@@ -407,7 +452,6 @@ def test_gradients_of_a_prompt_s_keys_are_summed_in_float32(monkeypatch):
     for few, many in zip(grads[2], grads[512], strict=True):
         assert few.abs().max() > 0.1
         torch.testing.assert_close(many / 256, few, rtol=1e-2, atol=1e-6)
-    assert dtypes == {torch.float32}
 
 
 def test_large_scores_neither_overflow_nor_vanish():
@@ -429,19 +473,20 @@ def test_large_scores_neither_overflow_nor_vanish():
 def test_a_shared_row_by_hand():
     """Prompt 5 6 with completions 8 and 9 3; prompt 7 with completion 4 2."""
     batch = shared_prefix_batch([[5, 6], [7]], [[[8], [9, 3]], [[4, 2]]], 0)
-    assert batch.input_ids.tolist() == [[5, 6, 8, 9, 3, 7, 4, 2]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1, 2]]
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 2]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 2, 2, 3, 1, 2]]
     assert batch.completion_ids.tolist() == [[8, 0], [9, 3], [4, 2]]
     assert batch.completion_mask.tolist() == [[True, False], [True, True], [True, True]]
-    assert batch.predictors.tolist() == [1, 1, 3, 5, 6]
+    assert batch.predictors.tolist() == [1, 1, 4, 2, 6]
     assert batch.token_index.tolist() == [0, 2, 3, 4, 5]
-    assert batch.last.tolist() == [2, 4, 7]
-    assert batch.layout.trunks == [(0, 2, 2, 5), (5, 6, 8, 8)]
-    assert batch.layout.branch_index.tolist() == [[2, 0], [3, 4]]
-    assert batch.layout.branch_mask.tolist() == [[True, False], [True, True]]
-    assert batch.layout.branch_owner.tolist() == [0, 0]
-    assert batch.layout.tail.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert batch.layout.longest == 4
+    assert batch.last.tolist() == [3, 5, 7]
+    layout = batch.layout
+    assert layout.segment_ends.tolist() == [0, 2, 3, 4, 6, 8]
+    assert layout.tail.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert layout.tail_ends.tolist() == [0, 1, 2, 3, 5, 7]
+    assert layout.prompt_ends.tolist() == [0, 2, 3]
+    assert layout.group_ends.tolist() == [0, 3, 5]
+    assert (layout.num_branch, layout.longest, layout.largest) == (5, 4, 3)
     assert int(batch.num_tokens) == 5
 
 
@@ -565,11 +610,8 @@ def test_layouts_agree_refuses_a_wrong_row(family, broken, monkeypatch):
         if broken == "position_ids":
             batch.position_ids = torch.arange(batch.input_ids.shape[1]).clamp(max=95)[None]
         elif broken == "layout":
-            batch.layout.trunks = [
-                (start, end, last, last) for start, end, _, last in batch.layout.trunks
-            ]
-            for name in ("branch_index", "branch_mask", "branch_owner"):
-                setattr(batch.layout, name, getattr(batch.layout, name)[:0])
+            batch.layout.segment_ends = batch.layout.segment_ends[[0, -1]]
+            batch.layout.tail_ends = batch.layout.tail_ends[[0, -1]]
         else:
             setattr(batch, broken, getattr(batch, broken) - 1)
         return batch
@@ -600,26 +642,7 @@ def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
             assert found == target
 
 
-# ---- once per batch ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_what_attention_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
-    """Once for the last block and once for the others, although FSDP copies a block's inputs."""
-    built, columns = [], shared_attention.query_columns
-
-    def noted(layout: Layout, is_tail: bool) -> Any:
-        built.append(is_tail)
-        return columns(layout, is_tail)
-
-    monkeypatch.setattr(shared_attention, "query_columns", noted)
-    config = tiny.train_config(bf16=bf16)
-    policy = Policy(tiny.causal_lm("gpt2", n_layer=5))
-    policy = fsdp.shard(policy, config, distributed.mesh(1))
-    _, shared = both_batches(CASES["mixed"])
-    for _ in range(2):
-        policy(shared)
-    assert sorted(built) == [False, True]
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_a_model_that_is_dropped_frees_its_memory_at_once():

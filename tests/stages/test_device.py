@@ -94,15 +94,15 @@ class Token(NamedTuple):
 
 
 MICRO_BATCHES = {
-    "sft": MicroBatch(56, 151, 2, 0),
-    "sft padded": MicroBatch(41, 70, 4, 0),
-    "sft bf16": MicroBatch(111, 168, 2, 0),
-    "reward": MicroBatch(67, 228, 6, 0),
-    "dpo": MicroBatch(67, 280, 6, 0),
-    "dpo lora": MicroBatch(95, 277, 6, 0),
-    "grpo": MicroBatch(67, 180, 4, 0),
-    "grpo exact": MicroBatch(67, 187, 4, 0),
-    "grpo lora": MicroBatch(95, 174, 4, 0),
+    "sft": MicroBatch(47, 85, 0, 0),
+    "sft padded": MicroBatch(41, 65, 4, 0),
+    "sft bf16": MicroBatch(98, 102, 0, 0),
+    "reward": MicroBatch(62, 123, 0, 0),
+    "dpo": MicroBatch(62, 180, 0, 0),
+    "dpo lora": MicroBatch(90, 177, 0, 0),
+    "grpo": MicroBatch(62, 180, 0, 0),
+    "grpo exact": MicroBatch(62, 187, 0, 0),
+    "grpo lora": MicroBatch(90, 174, 0, 0),
     "grpo padded": MicroBatch(41, 170, 4, 0),
 }
 TOKENS = {"shared_prefix": Token(24, 38, 1 / 8, 2), "padded": Token(12, 51, 1 / 8, 6)}
