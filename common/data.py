@@ -5,6 +5,7 @@ the rows of each rank as a function of the step; `micro_batches` packs them by l
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import torch
 from common import distributed
 from common.config.stages import CommonConfig, RowsConfig, TrainConfig
 from common.noise import permutation
-from common.padding import MAKERS, AnyBatch
+from common.padding import MAKERS, AnyBatch, SharedPrefixBatch
 from common.text.example import Example as Example
 from common.text.example import Vocabulary
 
@@ -192,23 +193,71 @@ def pack_micro_batches(
     shortest possible prompt with `num_completions` completions, which count nowhere.
     """
     packed: list[list[PromptGroup]] = []
-    for group in sorted(groups, key=lambda group: -cost([group], config.layout)):
+    ordered = sorted(groups, key=lambda group: -cost([group], config.layout))
+    for group in ordered:
         if packed and fits([*packed[-1], group], config):
             packed[-1].append(group)
         else:
             packed.append([group])
-    missing = int(distributed.all_reduce_max(torch.tensor(len(packed)))) - len(packed)
-    return packed + [[PromptGroup([0], [[0]] * num_completions, [])]] * missing
+    number = int(distributed.all_reduce_max(torch.tensor(len(packed))))
+    if config.has_fixed_shapes:  # dealt out like cards, so that all are about equally long
+        rounds = 2 * number  # every other in reverse
+        dealt = [ordered[i::rounds] + ordered[rounds - 1 - i :: rounds] for i in range(number)]
+        if all(batch and fits(batch, config) for batch in dealt):
+            return dealt
+    return packed + [[PromptGroup([0], [[0]] * num_completions, [])]] * (number - len(packed))
 
 
-def collate(groups: Sequence[PromptGroup], layout: str, pad_id: int) -> AnyBatch:
+def filled(groups: Sequence[PromptGroup], config: CommonConfig) -> list[PromptGroup]:
+    """Add groups that count nowhere, with which batches have few shapes.
+
+    Tokens become a multiple of a power of two, a sixteenth to an eighth of the row but at most
+    1,024, those of completions of half of it; prompts become a multiple of 8, and have on average
+    as many completions as one of the groups has at most.
+    """
+    completions = [ids for group in groups for ids in group.completions]
+    num_own = sum(map(len, completions))
+    num_tokens = num_own + sum(len(group.prompt_ids) for group in groups)
+    unit = min(1024, 1 << max(6, num_tokens.bit_length()) - 4)
+    most = max(len(group.completions) for group in groups)
+    missing = -num_own % (unit // 2)
+    for num_prompts in itertools.count(len(groups) // 8 * 8 + 8, 8):
+        num_fillers = num_prompts - len(groups)
+        num_rows = most * num_prompts - len(completions)
+        in_prompts = num_fillers + -(num_tokens + missing + num_fillers) % unit
+        if (
+            missing <= num_rows * config.max_completion_length
+            and in_prompts <= num_fillers * config.max_prompt_length
+        ):
+            break
+    rows = [[0] * length for length in even_shares(missing, num_rows)]
+    return [*groups] + [
+        PromptGroup([0] * length, rows[i::num_fillers], [])
+        for i, length in enumerate(even_shares(in_prompts, num_fillers))
+    ]
+
+
+def even_shares(total: int, number: int) -> list[int]:
+    """A total as a sum of so many numbers that differ by at most 1."""
+    return [total // number + (i < total % number) for i in range(number)]
+
+
+def collate(groups: Sequence[PromptGroup], config: CommonConfig, pad_id: int) -> AnyBatch:
     """Make one batch of groups, a group's completions next to each other."""
-    batch = MAKERS[layout](
+    is_fixed = config.has_fixed_shapes
+    groups = filled(groups, config) if is_fixed else groups
+    batch = MAKERS[config.layout](
         [group.prompt_ids for group in groups],
         [group.completions for group in groups],
         pad_id,
         is_real=[bool(group.slots) for group in groups],
+        width=config.max_completion_length if is_fixed else 0,
     )
+    if is_fixed and isinstance(batch, SharedPrefixBatch):
+        width = config.max_completion_length
+        most = max(len(group.completions) for group in groups)
+        batch.layout.longest = max(batch.layout.longest, config.max_prompt_length + width)
+        batch.layout.largest = max(batch.layout.largest, most * width)
     slots = [s for group in groups for s in group.slots or [0] * len(group.completions)]
     rows = [group.row for group in groups for _ in group.completions]
     return replace(batch, slots=torch.tensor(slots), rows=rows)
@@ -236,7 +285,7 @@ def micro_batches(
                 PromptGroup(example.prompt_ids, example.completions, slots, row=example.row)
             )
     packed = pack_micro_batches(groups, config, num_completions)
-    return [collate(batch, config.layout, vocabulary.pad_id) for batch in packed]
+    return [collate(batch, config, vocabulary.pad_id) for batch in packed]
 
 
 def row_numbers(examples: Sequence[Example]) -> torch.Tensor:

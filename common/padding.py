@@ -32,14 +32,14 @@ def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor
     return ids.flip(1), mask.flip(1)
 
 
-def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad B rows of ids, which may be empty, on the right to the longest one.
+def right_pad(rows: Sequence[Sequence[int]], pad_id: int, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Pad B rows of ids, which may be empty, on the right to the longest one, at least to `width`.
 
     Returns:
         ids (B, T) int64; mask (B, T) bool, True = a token of the row. Both on the CPU.
     """
     lengths = numbers(map(len, rows))  # (B,)
-    mask = np.arange(lengths.max(initial=0)) < lengths[:, None]  # (B, T)
+    mask = np.arange(lengths.max(initial=width)) < lengths[:, None]  # (B, T)
     ids = np.full(mask.shape, pad_id)
     ids[mask] = numbers(chain.from_iterable(rows))
     return torch.from_numpy(ids), torch.from_numpy(mask)
@@ -136,13 +136,14 @@ def padded_batch(
     pad_id: int,  # is masked: any id of the vocabulary will do
     *,
     is_real: Sequence[bool] | None = None,  # for each prompt; None: all True
+    width: int = 0,  # of the completions, at least
 ) -> PaddedBatch:
     """Put N prompts with their completions into one row per completion, on the CPU.
 
     The rows of a prompt that is not real keep their attention mask (an empty one would give NaN)
     but count nowhere. The slots are 0, 1, ..., the rows of the data set -1, for unknown.
     """
-    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real)
+    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, width)
     prompt_rows = [
         prompt for prompt, group in zip(prompts, completions, strict=True) for _ in group
     ]
@@ -219,9 +220,10 @@ def shared_prefix_batch(
     pad_id: int,
     *,
     is_real: Sequence[bool] | None = None,
+    width: int = 0,
 ) -> SharedPrefixBatch:
     """Put N prompts with any number of completions each into one row; see `padded_batch`."""
-    completion_ids, token_mask, common = _completions(prompts, completions, pad_id, is_real)
+    completion_ids, token_mask, common = _completions(prompts, completions, pad_id, is_real, width)
     owner = np.repeat(np.arange(len(prompts)), [*map(len, completions)])  # (B,)
     # Pieces are the N prompts, then the B completions; `order` is that of the row.
     pieces = [*prompts, *chain.from_iterable(completions)]
@@ -283,6 +285,7 @@ def _completions(
     completions: Sequence[Sequence[Sequence[int]]],
     pad_id: int,
     is_real: Sequence[bool] | None,
+    width: int,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Check the arguments of either layout, and pad the completions on the right.
 
@@ -294,7 +297,8 @@ def _completions(
         "one list of completions and one flag per prompt"
     )
     assert all(len(prompt) > 0 for prompt in prompts), "a prompt has at least one token"
-    ids, token_mask = right_pad([row for group in completions for row in group], pad_id)  # (B, C)
+    rows = [row for group in completions for row in group]
+    ids, token_mask = right_pad(rows, pad_id, width)  # (B, C)
     real_rows = [flag for flag, group in zip(is_real, completions, strict=True) for _ in group]
     is_real_row = torch.tensor(real_rows, dtype=torch.bool)  # (B,)
     shared = {

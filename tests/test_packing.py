@@ -4,8 +4,10 @@ The tokens a limit counts are those of the batch that is made. Rows are dealt ou
 the ranks hold together does not depend on their number.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from common import distributed
 from common.config.stages import CommonConfig
@@ -22,12 +25,15 @@ from common.data import (
     collate,
     cost,
     cut_group,
+    filled,
     fits,
     micro_batches,
     num_tokens,
     pack_micro_batches,
 )
 from common.evaluation.split import distinct_completions
+from experiments.bench.fixture import PROMPT_LENGTHS, RESPONSE_LENGTHS
+from experiments.bench.rows import MAX_PROMPT_LENGTH
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -149,7 +155,7 @@ def test_every_rank_has_as_many_packs(monkeypatch, config, ranks, num_completion
             (filler,) = part
             assert filler.slots == []
             assert len(filler.completions) == num_completions
-            batch = collate(part, config.layout, 0)
+            batch = collate(part, config, 0)
             assert not batch.is_real.any()
             assert batch.num_tokens == 0
             assert batch.input_ids.numel() <= 2 * num_completions
@@ -165,7 +171,7 @@ def test_cost_is_the_size_of_the_batch(layout, groups, num_completions):
         piece_of(10 * i, prompt, [length + k for k in range(num_completions)])
         for i, (prompt, length) in enumerate(groups)
     ]
-    batch = collate(groups, layout, 0)
+    batch = collate(groups, tiny.train_config(layout=layout), 0)
     assert cost(groups, layout) == batch.input_ids.numel()
     assert batch.slots.tolist() == [slot for group in groups for slot in group.slots]
     for row, ids in enumerate(ids for group in groups for ids in group.completions):
@@ -180,11 +186,70 @@ def test_pieces_of_other_sizes_may_share_a_batch(layout):
     for first, (prompt_length, length) in zip((0, 10), ((1, 9), (1, 7)), strict=True):
         group = piece_of(first, prompt_length, [length] * 10)
         groups += cut_group(group.prompt_ids, group.completions, group.slots, config)
-    batches = [collate(part, layout, 0) for part in pack_micro_batches(groups, config)]
+    batches = [collate(part, config, 0) for part in pack_micro_batches(groups, config)]
     assert sorted(slot for batch in batches for slot in batch.slots.tolist()) == list(range(20))
-    batch = collate([piece_of(0, 2, [3]), piece_of(1, 1, [2, 1])], layout, 0)
+    batch = collate([piece_of(0, 2, [3]), piece_of(1, 1, [2, 1])], config, 0)
     assert batch.slots.tolist() == [0, 1, 2]
     assert batch.completion_mask.sum(-1).tolist() == [3, 2, 1]
+
+
+# ---- shapes that come again ----------------------------------------------------------------------
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 60), LENGTHS), min_size=1, max_size=40),
+    is_uniform=st.booleans(),
+)
+def test_groups_that_count_nowhere_fill_a_batch_up(groups, is_uniform):
+    if is_uniform:
+        groups = [(prompt, [length]) for prompt, (length, *_) in groups]
+    config = tiny.train_config(compile=True, max_prompt_length=60, max_completion_length=20)
+    real = [piece_of(100 * i, *group) for i, group in enumerate(groups)]
+    batch, plain = collate(real, config, 0), collate(real, replace(config, compile=False), 0)
+    fillers = filled(real, config)[len(real) :]
+    assert filled(real, config)[: len(real)] == real
+    for filler in fillers:
+        assert len(filler.prompt_ids) <= config.max_prompt_length
+        assert all(len(ids) <= config.max_completion_length for ids in filler.completions)
+    num_tokens, most = plain.input_ids.shape[1], max(len(group.completions) for group in real)
+    unit = batch.input_ids.shape[1] & -batch.input_ids.shape[1]  # the power of two that divides it
+    assert unit >= min(1024, num_tokens / 16)
+    assert (len(real) + len(fillers)) % 8 == 0
+    assert len(batch.slots) == (len(real) + len(fillers)) * most
+    assert batch.is_real.tolist() == [True] * len(plain.slots) + [False] * len(
+        batch.slots[len(plain.slots) :]
+    )
+    rows, width = plain.completion_mask.shape
+    assert torch.equal(batch.completion_mask[:rows, :width], plain.completion_mask)
+    assert batch.num_tokens == plain.num_tokens
+    assert batch.completion_mask.shape[1] == config.max_completion_length
+
+
+@pytest.mark.parametrize(("num_prompts", "num_completions"), [(64, 1), (32, 2), (16, 8)])
+def test_ragged_steps_have_few_shapes(num_prompts, num_completions):
+    """20 steps of the benchmark's lengths, which without filling have 20 shapes."""
+    draw = random.Random(0)
+
+    def length(of: tuple[NormalDist, int, int]) -> int:
+        return min(of[2], max(of[1], round(of[0].inv_cdf(draw.random()))))
+
+    limits = {"max_prompt_length": MAX_PROMPT_LENGTH, "max_completion_length": 56}
+    limits |= {"micro_batch_tokens": 32768, "micro_batch_size": 1024}
+    shapes: dict[bool, set[Any]] = {False: set(), True: set()}
+    for _ in range(20):
+        lengths = [length(RESPONSE_LENGTHS) for _ in range(num_prompts * num_completions)]
+        groups = [
+            piece_of(100 * i, length(PROMPT_LENGTHS), lengths[i::num_prompts])
+            for i in range(num_prompts)
+        ]
+        for is_compiled, found in shapes.items():
+            config = tiny.train_config(compile=is_compiled, **limits)
+            (packed,) = pack_micro_batches(groups, config)
+            batch = collate(packed, config, 0)
+            tensors = [*vars(batch).values(), *vars(batch.layout).values()]
+            found.add(tuple(getattr(x, "shape", x) for x in tensors if isinstance(x, int | Tensor)))
+    assert len(shapes[False]) == 20
+    assert len(shapes[True]) <= 5
 
 
 # ---- the rows of a step --------------------------------------------------------------------------

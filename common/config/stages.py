@@ -64,7 +64,7 @@ class CommonConfig(flags.ModelFlags):
     micro_batch_size: int = free_flag(1024, "rows (GRPO, scoring: completions) in a pass", gt=0)
     bf16: bool = flag(False, "compute in bfloat16; parameters and reductions stay in float32")
     prefetch_blocks: int = free_flag(0, "gather this many blocks ahead of the one that computes")
-    compile: bool = free_flag(False, "torch.compile every block")
+    compile: bool = free_flag(False, "torch.compile every block, for batches of few shapes")
     cpu_offload: bool = free_flag(False, "keep parameters and optimiser state in host memory")
     num_replicas: int = free_flag(1, "HSDP: groups of processes, each with all shards", gt=0)
     ddp_timeout: int = free_flag(1800, "seconds to wait for others, as for a download", gt=0)
@@ -91,6 +91,11 @@ class CommonConfig(flags.ModelFlags):
     def renamed_columns(self) -> dict[str, str]:
         """Names of columns by those that `column_map` gives them."""
         return dict(pair.split("=", 1) for pair in self.column_map)  # type: ignore[misc]
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether batches are filled up, so that compiled code meets few shapes."""
+        return self.compile and self.layout == "shared_prefix"
 
     @property
     def tokenizer_path(self) -> str:

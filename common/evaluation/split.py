@@ -39,7 +39,7 @@ def score_examples(
     groups, first_slots = distinct_completions(examples, config)
     packed = data.pack_micro_batches(groups[distributed.rank() :: distributed.world_size()], config)
     bar = distributed.progress_bar(title, None, unit="batch", items=packed)
-    batches = (data.collate(batch, config.layout, vocabulary.pad_id) for batch in bar)
+    batches = (data.collate(batch, config, vocabulary.pad_id) for batch in bar)
     scores = score_batches(model, batches, len(first_slots), score)  # by slot
     by_example: Tensor = scores[first_slots].unflatten(0, (-1, len(examples[0].completions)))
     return by_example
@@ -101,7 +101,7 @@ def check_sampler(
     if config.self_check:
         groups, _ = distinct_completions(rollouts.completed(prompts), config)
         first = data.pack_micro_batches(groups, config)[0]
-        batch = data.collate(first, config.layout, sampler.vocabulary.pad_id)
+        batch = data.collate(first, config, sampler.vocabulary.pad_id)
         logps = rollouts.token_logps[batch.slots, : batch.completion_mask.shape[1]]
         batch, logps = batch.to(distributed.device()), logps.to(distributed.device())
         # Greedy sampling records log-probabilities at temperature 1

@@ -92,7 +92,7 @@ def plan_updates(
     for share, totals in zip(shares, distributed.all_reduce_sum(torch.tensor(sums)), strict=True):
         if totals[0] > 0:
             packed = data.pack_micro_batches(prompt_groups(selected, share, config), config)
-            batches = [data.collate(groups, config.layout, vocabulary.pad_id) for groups in packed]
+            batches = [data.collate(groups, config, vocabulary.pad_id) for groups in packed]
             denominators = Denominators(*on_device(totals.float(), device))
             plans.append(UpdatePlan([batch.to(device) for batch in batches], denominators))
     return plans

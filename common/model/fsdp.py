@@ -92,11 +92,11 @@ def shard(
             enable_gradient_checkpointing(lm)
     set_mode(module, config)
     if config.compile:
-        # Blocks share their code. With and without gradient, cache or padding, first and last block
-        # make more variants than the default limit of 8. No variant depends on a batch.
-        torch._dynamo.config.recompile_limit = 32
+        # Blocks share their code. Shapes of batches, with and without gradient, the last block and
+        # the others make more variants than the default limit of 8.
+        torch._dynamo.config.recompile_limit = 64
         for block in blocks(module):
-            block.compile(dynamic=True)
+            block.compile(dynamic=not config.has_fixed_shapes)
     trains = any(p.requires_grad for p in module.parameters())
     offloads = config.cpu_offload or (config.offload_frozen and not trains and not moves)
     if distributed.world_size() == 1 and not config.bf16 and not offloads:

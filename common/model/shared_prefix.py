@@ -181,8 +181,6 @@ def attend(
     return attend_by_layout(module, query, key, value, scaling, layout, options), None
 
 
-# Not compiled: the layout differs by layer and batch, and each value would be compiled anew.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_by_layout(
     module: nn.Module,
     query: Tensor,

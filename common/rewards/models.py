@@ -105,7 +105,7 @@ class RewardModelFunction:
         rewards, device = torch.zeros(len(texts)), distributed.device()
         pad_id = self.tokenizer.pad_token_id or 0
         packed = data.pack_micro_batches(groups, self.config)
-        batches = [data.collate(batch, self.config.layout, pad_id) for batch in packed]
+        batches = [data.collate(batch, self.config, pad_id) for batch in packed]
         values = torch.cat([self.model(batch.to(device)) for batch in batches]).cpu()
         real = torch.cat([batch.is_real for batch in batches])
         rewards[torch.cat([batch.slots for batch in batches])[real]] = values[real]

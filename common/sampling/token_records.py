@@ -49,7 +49,7 @@ def token_logps(
         groups += data.cut_group(example.prompt_ids, example.completions, slots, config)
         all_logps += [[] for _ in slots]
     for packed in data.pack_micro_batches(groups, config):
-        batch = data.collate(packed, config.layout, vocabulary.pad_id)
+        batch = data.collate(packed, config, vocabulary.pad_id)
         logps = model(batch.to(distributed.device()), temperature=temperature).token_logps.cpu()
         for row, slot in enumerate(batch.slots.tolist()):
             if batch.is_real[row]:

@@ -5,6 +5,7 @@ here, from what was traced: a mean and a standard deviation, sigmoids, sums and 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -40,10 +41,11 @@ def explain(trace: Trace, config: Any, stage: str) -> Record:
         "learning_rate": call.result["learning_rate"],
     }
     groups = [groups_of(trace, batch) for batch in trace.batches]
-    result["layouts"] = {
-        name: [layout(data.collate(each, name, vocabulary.pad_id), vocabulary) for each in groups]
-        for name in MAKERS
-    }
+    result["layouts"] = {}
+    for name in MAKERS:
+        as_laid_out = replace(config, layout=name)
+        batches = [data.collate(each, as_laid_out, vocabulary.pad_id) for each in groups]
+        result["layouts"][name] = [layout(batch, vocabulary) for batch in batches]
     ids = {i for views in result["layouts"].values() for view in views for i in view["ids"]}
     ids |= {i for one in result["completions"] for i in one["ids"]}
     result["texts"] = {str(i): vocabulary.tokenizer.decode([i]) for i in sorted(ids)}

@@ -24,7 +24,7 @@ from common.record.jsonl import read_jsonl
 pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")
 GRPO: dict[str, Any] = {"reward_funcs": ["gold"], "num_candidates": 4, "num_generations": 4}
 GRPO |= {"beta": 0.1, "penalize_missing_eos": False}
-ONE_STEP = {"max_steps": 1, "layout": "padded", "self_check": False, "dataset_test_split": ""}
+ONE_STEP = {"max_steps": 1, "self_check": False, "dataset_test_split": ""}
 ONE_STEP |= {"num_sample_prompts": 0, "micro_batch_size": 4}
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -33,9 +33,10 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
     ("main", "config", "more", "backend"),
     [
         (train_grpo.main, GRPOConfig, GRPO, "eager"),
+        (train_grpo.main, GRPOConfig, GRPO | {"layout": "padded"}, "eager"),
         pytest.param(train_sft.main, SFTConfig, ONE_STEP, "inductor", marks=NEEDS_COMPILER),
     ],
-    ids=["grpo", "sft in C++"],
+    ids=["grpo", "grpo padded", "sft in C++"],
 )
 def test_a_compiled_run_equals_a_plain_one_and_compiles_each_kind_of_block_once(
     main: Any, config: Any, more: dict[str, Any], backend: str, tmp_path: Path
@@ -62,3 +63,5 @@ def test_a_compiled_run_equals_a_plain_one_and_compiles_each_kind_of_block_once(
         series[is_compiled] = [line[name] for line in lines for name in ("loss", "grad_norm")]
     assert series[True] == pytest.approx(series[False], rel=1e-4, abs=1e-5)
     assert 0 < counters["stats"]["unique_graphs"] <= 40
+    if more.get("layout") != "padded":
+        assert not counters["graph_break"]

@@ -82,7 +82,8 @@ def test_one_answer_is_trained_and_nothing_else(tmp_path, chatml):
     assert example.columns == row
     (completion,) = example.completions
     assert chatml.decode(completion) == answer["content"] + "<|im_end|>"
-    batch = collate([PromptGroup(example.prompt_ids, [completion], [0])], "padded", 1)
+    group = PromptGroup(example.prompt_ids, [completion], [0])
+    batch = collate([group], tiny.train_config(layout="padded"), 1)
     trained = batch.completion_ids[batch.completion_mask]
     assert trained.tolist() == completion
     whole = chatml.apply_chat_template([*before, answer], tokenize=False)
