@@ -7,6 +7,7 @@ the rows of each rank as a function of the step; `micro_batches` packs them by l
 import functools
 import itertools
 import math
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -194,11 +195,11 @@ def pack_micro_batches(
     """
     packed: list[list[PromptGroup]] = []
     ordered = sorted(groups, key=lambda group: -cost([group], config.layout))
-    for group in ordered:
-        if packed and fits([*packed[-1], group], config):
-            packed[-1].append(group)
-        else:
-            packed.append([group])
+    left = ordered
+    while left:
+        number = 1 + bisect(range(2, len(left) + 1), 0, key=lambda n: not fits(left[:n], config))
+        packed.append(left[:number])
+        left = left[number:]
     number = int(distributed.all_reduce_max(torch.tensor(len(packed))))
     if config.has_fixed_shapes:  # dealt out like cards, so that all are about equally long
         rounds = 2 * number  # every other in reverse
