@@ -75,15 +75,19 @@ def together_on(tensors: dict[str, Tensor], device: torch.device | str) -> dict[
     are_there = any(tensor.device.type != "cpu" for tensor in tensors.values())
     if are_there or torch.device(device).type in ("cpu", "meta"):
         return {name: tensor.to(device) for name, tensor in tensors.items()}
-    # Each begins at a multiple of 8 bytes, so that it can be viewed as any type.
-    parts = [tensor.numpy().reshape(-1).view(np.uint8) for tensor in tensors.values()]
-    parts = [np.pad(part, (0, -len(part) % 8)) for part in parts]
+    names = {t.dtype: [n for n in tensors if tensors[n].dtype == t.dtype] for t in tensors.values()}
+    arrays = [np.concatenate([tensors[n].numpy().ravel() for n in names[dtype]]) for dtype in names]
+    parts = [array.view(np.uint8) for array in arrays]
+    parts = [np.pad(part, (0, -len(part) % 8)) for part in parts]  # a view begins at such a place
     moved = on_device(torch.from_numpy(np.concatenate(parts)), device)
-    sections = moved.split([len(part) for part in parts])
-    return {
-        name: section[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for (name, tensor), section in zip(tensors.items(), sections, strict=True)
-    }
+    on_it = {}
+    for dtype, part in zip(names, moved.split([len(part) for part in parts]), strict=True):
+        values, sizes = part.view(dtype), [tensors[name].numel() for name in names[dtype]]
+        pieces = values.split([*sizes, len(values) - sum(sizes)])
+        for name, piece in zip(names[dtype], pieces, strict=False):
+            shape = tensors[name].shape
+            on_it[name] = piece if len(shape) == 1 else piece.view(shape)
+    return on_it
 
 
 @dataclass

@@ -21,15 +21,19 @@ from unittest import mock
 
 import pytest
 import sim_device
+import tiny
 import torch
 from ranks import SHORT_RUN, arguments, launch, run_stages, untimed_lines
 from safetensors.torch import load_file
 from sim_device import decode_simulated
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import evaluate
 from common.checkpoint import layout
 from common.config.parser import parse
+from common.data import PromptGroup, collate
 from common.model import optim
+from common.padding import tensors_of
 from common.report import evaluation_report
 
 COMMON = SHORT_RUN | {
@@ -244,6 +248,42 @@ def test_a_token_costs_no_more_than_this(tmp_path: Path, layout: str) -> None:
     cost = Token(per_block, kernels - 2 * per_block, waits, short["waits"] - 4 * waits)
     over = above(cost, TOKENS[layout])
     assert not over, over
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts operators, without `detach`, which only the simulated device is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += function.overloadpacket.__name__ != "detach"
+        return function(*args, **(kwargs or {}))
+
+
+def dispatches_of_a_batch() -> list[int]:
+    """Of batches of SFT, pairs and groups, made and moved to the device; values are unchanged."""
+    sim_device.set_up()
+    numbers = []
+    for num_prompts, num_completions in ((64, 1), (32, 2), (16, 8)):
+        completions = [[3] * (k + 1) for k in range(num_completions)]
+        slots = list(range(num_completions))
+        groups = [PromptGroup([2] * (n + 1), completions, slots) for n in range(num_prompts)]
+        with sim_device.on_sim(), Dispatches() as count:
+            host = collate(groups, tiny.train_config(), 0)
+            batch = host.to("sim:0")
+        numbers.append(count.number)
+        for here, there in ((host, batch), (host.layout, batch.layout)):
+            for name, tensor in tensors_of(here).items():
+                assert torch.equal(getattr(there, name).data_here, tensor), name
+    return numbers
+
+
+def test_a_batch_is_made_and_moved_by_few_operators(tmp_path: Path) -> None:
+    """However many prompts it has: one by one they took 650."""
+    (numbers,) = launch(dispatches_of_a_batch, 1, tmp_path)
+    assert max(numbers) < 40
 
 
 def most(parts: Sequence[dict[str, Any]]) -> dict[str, int]:
