@@ -91,7 +91,7 @@ def main(config: RewardConfig) -> None:
 
     # Loop
     for step in run.steps(evaluate):
-        batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
+        batches = run.batches_of(step, train_set)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())

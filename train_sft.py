@@ -67,7 +67,7 @@ def main(config: SFTConfig) -> None:
 
     # Loop
     for step in run.steps(evaluate, show_samples):
-        batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
+        batches = run.batches_of(step, train_set)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
