@@ -44,6 +44,8 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         processes.refuse_stale_store()
         distributed.start(config.ddp_timeout)
         processes.refuse_without_gpu()
+        if config.bf16:
+            processes.warn_of_slow_bfloat16()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             run_folder.refuse_unwritable(config.output_dir)
             tracking.refuse_impossible(getattr(config, "report_to", ()))

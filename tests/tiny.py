@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -349,3 +350,9 @@ def output_of(program: str, hash_seed: str) -> str:
         text=True,
         check=True,
     ).stdout
+
+
+def shard_with_fsdp(*args: Any, shard: Any = fsdp.shard, **kwargs: Any) -> Any:
+    """`fsdp.shard` as of two processes: in one it would leave the module plain."""
+    with mock.patch.object(distributed, "world_size", return_value=2):
+        return shard(*args, **kwargs)

@@ -1,7 +1,8 @@
 """Sharding with FSDP2: units, precision, offloading, and the gathered state.
 
 Parameters, optimiser state and gradient reduction are float32. With `bf16` FSDP gathers bfloat16
-copies of the parameters and computes with them; a frozen model is held in bfloat16.
+copies of the parameters and computes with them; a frozen model is held in bfloat16. One process
+without offloading has no FSDP: `bfloat16.py` makes the copies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,7 @@ def shard(
     """Shard `module` in place and give every rank its shards of rank 0's weights. Collective.
 
     Every block is an FSDP unit; everything outside of the blocks is the root unit. In one process
-    that neither casts nor offloads the module stays plain. Only rank 0 ever holds the whole model.
+    that does not offload the module stays plain. Only rank 0 ever holds the whole model.
     """
     device = distributed.device()
     lm = next((child for child in module.modules() if isinstance(child, PreTrainedModel)), None)
@@ -99,10 +100,15 @@ def shard(
             block.compile(dynamic=not config.has_fixed_shapes)
     trains = any(p.requires_grad for p in module.parameters())
     offloads = config.cpu_offload or (config.offload_frozen and not trains and not moves)
-    if distributed.world_size() == 1 and not config.bf16 and not offloads:
-        return module.to(device)  # nothing to shard, to cast or to offload
     if config.bf16 and not moves:
         hold_in_bfloat16(module, float32_modules)
+    if distributed.world_size() == 1 and not offloads:
+        from common.model.bfloat16 import BFloat16Copies
+
+        module.to(device)
+        if config.bf16:
+            BFloat16Copies(module, float32_modules)
+        return module
 
     full_state = module.state_dict() if distributed.is_rank0() else {}
     make_units(module, config, mesh, float32_modules, offloads=offloads)
@@ -267,6 +273,11 @@ def in_float32(module: nn.Module) -> Iterator[None]:
     FSDP2 has no public switch for a unit's precision (torch 2.13, `FSDPState`); buffers that a unit
     has allocated in the other precision are dropped.
     """
+    copies: Any = getattr(module, "bfloat16_copies", None)
+    if copies is not None:
+        with copies.switched_off():
+            yield
+        return
     reshard(module)
     states: list[Any] = [unit._get_fsdp_state() for unit in fsdp_units(module)]
     before = [state._mp_policy for state in states]

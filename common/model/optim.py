@@ -5,6 +5,7 @@ import re
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from common import distributed
@@ -23,13 +24,16 @@ def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         groups,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         fused=True,
     )
+    # The fused kernel (torch 2.13) does not count as a change, which `BFloat16Copies` looks for.
+    optimizer.register_step_post_hook(lambda *_: increment_version(decayed + others))
+    return optimizer
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:

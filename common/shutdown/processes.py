@@ -50,6 +50,13 @@ def refuse_stale_store() -> None:
         )
 
 
+def warn_of_slow_bfloat16() -> None:
+    """Print a sentence where bfloat16 is slower than float32: on a CPU without its products."""
+    if distributed.device().type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        text = "this CPU has no bfloat16 products: --bf16 true is many times slower than false."
+        distributed.print_rank0(f"warning: {text}")
+
+
 def refuse_without_gpu() -> None:
     """Raise a UserError if the machine has a GPU that torch cannot use."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")

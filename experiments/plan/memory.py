@@ -84,12 +84,16 @@ def resident(run: Run, models: Sequence[Footprint], *, trains: bool = True) -> P
 
 
 def parameter_bytes(run: Run, model: Footprint, shards: int, *, trains: bool = True) -> float:
-    """A shard of a model: of what is frozen as `fsdp.hold_in_bfloat16` leaves it, else float32."""
+    """A shard of a model: of what is frozen as `fsdp.hold_in_bfloat16` leaves it, else float32.
+
+    In one process what is float32 has a bfloat16 copy.
+    """
+    float32 = FLOAT32 + run.number_bytes * run.has_copies
     trained = model.numbers(shards, trained=True) if trains else 0
     frozen = model.numbers(shards) - trained
     moves = model is run.reference and run.config.ref_update_steps > 0
     stays_float32 = moves or (trained > 0 and not model.is_bfloat16)
-    return float(FLOAT32 * trained + (FLOAT32 if stays_float32 else run.number_bytes) * frozen)
+    return float(float32 * trained + (float32 if stays_float32 else run.number_bytes) * frozen)
 
 
 def models_of(run: Run) -> list[Footprint]:
@@ -160,9 +164,16 @@ def last_gradients(run: Run, num_micro_batches: int) -> float:
     the root's are reduced, to a shard that is added to what the rank holds of earlier ones.
     """
     policy, is_plain = run.policy, run.is_plain
-    is_added = num_micro_batches > 1 and (is_plain or not run.config.shard_gradients)
+    is_added = (
+        num_micro_batches > 1
+        and not run.has_copies
+        and (is_plain or not run.config.shard_gradients)
+    )
     temporaries = 0 if policy.has_adapters else is_added + policy.is_tied
     embedding = run.number_bytes * policy.vocabulary * policy.width * temporaries
+    if run.has_copies:  # all gradients are added in float32 at the end
+        both = (FLOAT32 + run.number_bytes) * policy.numbers(trained=True)
+        return float(both + embedding * (num_micro_batches > 1))
     if is_plain or is_added:  # before the last micro-batch nothing is reduced
         return float(FLOAT32 * policy.numbers(trained=True) + embedding)
     shards = run.num_shards
@@ -228,27 +239,28 @@ def kept_for_kl(run: Run) -> float:
     """What an exact KL keeps of the reference until the next step's takes its place.
 
     The last hidden states of the rank's completions, of all updates, and the head, whole and in
-    float32, which in one plain process is the reference's own.
+    float32, which in one process of float32 is the reference's own.
     """
     config, reference = run.config, run.reference or run.policy
     if not getattr(config, "has_exact_kl", False):
         return 0.0
     rows = config.batch_size // run.ranks * run.num_completions * config.max_completion_length
-    head = 0 if run.is_plain else FLOAT32 * reference.head_weights
+    is_shared = run.is_plain and not run.has_copies
+    head = 0 if is_shared else FLOAT32 * reference.head_weights
     return float(rows * reference.width * run.number_bytes + head)
 
 
 def copy_bytes(run: Run) -> float:
     """The plain copy that samples (`rollout_copy.RolloutCopy`), whole on every rank.
 
-    In one plain process its weights are the policy's. On a CPU the linear layers are packed
+    In one process of float32 its weights are the policy's. On a CPU the linear layers are packed
     (`rollout_copy.packed`), which releases a gathered weight but not one that the policy holds; the
     head is packed, or cast to float32 once, in addition to the embedding.
     """
     policy = run.policy
     is_packed = not run.on_gpu and torch.backends.mkldnn.is_available()
     head = FLOAT32 * policy.head_weights * (is_packed or run.config.bf16)
-    if not run.is_plain:
+    if not run.is_plain or run.has_copies:
         return float(run.number_bytes * policy.numbers() + head)
     linear = policy.num_layers * policy.block_weights
     is_new = is_packed or policy.has_adapters  # which are merged into new weights

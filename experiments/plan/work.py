@@ -67,8 +67,13 @@ class Run:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `fsdp.shard` leaves the model as it is."""
-        return self.ranks == 1 and not self.config.bf16 and not self.config.cpu_offload
+        """Whether `fsdp.shard` makes no FSDP units."""
+        return self.ranks == 1 and not self.config.cpu_offload
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether float32 parameters have copies that compute (`model.bfloat16`)."""
+        return self.is_plain and self.config.bf16
 
 
 @dataclass(frozen=True)

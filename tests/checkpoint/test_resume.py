@@ -33,6 +33,7 @@ from train_sft import SFTConfig
 STEPS, SAVED = 6, 3
 MOVES = [(1, 2, "sft"), (2, 1, "grpo"), (2, 4, "grpo")]
 RUNS = [(1, "sft"), (1, "reward"), (1, "dpo"), (1, "grpo"), (2, "sft"), (2, "grpo")]
+RUNS += [(1, "grpo bf16")]
 
 COMMON = SHORT_RUN | {
     "num_train_rows": 27,  # 4 steps an epoch, the last one short: the checkpoint is amid the first
@@ -56,6 +57,7 @@ GRPO = {
     "missing_eos_penalty": -0.2,
 }
 OWN: dict[str, dict[str, Any]] = {"grpo": GRPO}
+OWN["grpo bf16"] = GRPO | {"bf16": True, "beta": 0.1, "ref_update_steps": 2}
 
 
 def flags(task: str, base: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -74,9 +76,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]
     second: dict[int, list[dict[str, Any]]] = {1: [], 2: [], 4: []}
     for num_ranks, task in RUNS:
         whole = folder / str(num_ranks) / task / "whole"
-        first[num_ranks].append({"stage": task, "flags": flags(task, base, whole)})
+        first[num_ranks].append({"stage": task.split()[0], "flags": flags(task, base, whole)})
         again = flags(task, base, whole.with_name("resumed"))  # the same command finds it
-        second[num_ranks].append({"stage": task, "flags": again})
+        second[num_ranks].append({"stage": task.split()[0], "flags": again})
     for saved_on, num_ranks, task in [(1, 1, "sft"), *MOVES]:
         whole = folder / str(saved_on) / task / "whole"
         saved = str(layout.folder_of(whole, SAVED))

@@ -131,8 +131,8 @@ def test_a_completion_of_two_rows_is_scored_once(model):
 
 
 def test_scoring_leaves_a_policy_sharded():
-    config = tiny.train_config(bf16=True)  # one process that does not cast has nothing to shard
-    policy = fsdp.shard(Policy(tiny.causal_lm("gpt2")), config, distributed.mesh())
+    config = tiny.train_config(bf16=True)
+    policy = tiny.shard_with_fsdp(Policy(tiny.causal_lm("gpt2")), config, distributed.mesh())
     score(policy, PAIRS)
     assert all(isinstance(p, DTensor) for p in policy.parameters())
     assert not any(p.grad is not None for p in policy.parameters())

@@ -224,10 +224,12 @@ def test_a_new_policy_and_a_trained_one_with_adapters_off_are_their_base(bases, 
     assert float((logps_of(policy, batch) - base).abs().max()) > 0.1  # and on again afterwards
 
 
-def test_a_reference_that_was_asked_first_leaves_gradients_to_the_policy(bases):
-    """FSDP keeps what it finds at its first gather; under bf16 one process is sharded as well."""
+@pytest.mark.parametrize("shard", [fsdp.shard, tiny.shard_with_fsdp])
+def test_a_reference_that_was_asked_first_leaves_gradients_to_the_policy(bases, shard, monkeypatch):
+    """FSDP keeps what it finds at its first gather."""
+    monkeypatch.setattr(fsdp, "shard", shard)
     policy = new_policy(bases["gpt2"], bf16=True)
-    assert fsdp.fsdp_units(policy)
+    assert bool(fsdp.fsdp_units(policy)) == (shard is tiny.shard_with_fsdp)
     logps_of(AdapterReference(policy))
     loss_of(policy, batch_of()).backward()
     assert all((p.grad is not None) == (".lora_" in n) for n, p in policy.named_parameters())

@@ -121,21 +121,23 @@ def test_frozen_copies_have_parameters_only(shapes: Path):
 
 
 def test_under_bfloat16_what_is_frozen_takes_two_bytes(shapes: Path):
-    """But a reference that moves, and a base that is float32 on disk."""
-    grpo = GRPO | {"bf16": True}
-    assert parts(run_of(shapes, **grpo), 1, "loss")["parameters"] == (4 + 2) * NUMBERS
+    """But a reference that moves, and a base that is float32 on disk. One process has copies."""
+    grpo, copied = GRPO | {"bf16": True}, 4 + 2
+    assert parts(run_of(shapes, **grpo), 1, "loss")["parameters"] == (copied + 2) * NUMBERS
     moving = run_of(shapes, **grpo, ref_update_steps=2)
-    assert parts(moving, 1, "loss")["parameters"] == (4 + 4) * NUMBERS
+    assert parts(moving, 1, "loss")["parameters"] == 2 * copied * NUMBERS
+    assert parts(moving, 1, "loss")["gathered"] == 0
+    assert parts(moving, 1, "gradients")["gradients"] == copied * NUMBERS + 2 * VOCABULARY * WIDTH
     offloaded = {"cpu_offload": True, "on_gpu": True}
     on_host = memory.host_bytes(run_of(shapes, **grpo, **offloaded))
     assert on_host[0] == (4 + 2 + 3 * 4) * NUMBERS
     assert parts(run_of(shapes, **ROLLOUTS, bf16=True), 1, "rollout")["parameters"] == 2 * NUMBERS
     fields = json.loads((shapes / "gpt2.json").read_text())
-    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+    for dtype, size in (("float32", copied), ("bfloat16", 2)):
         (shapes / f"gpt2-{dtype}.json").write_text(json.dumps(fields | {"dtype": dtype}))
         run = run_of(shapes, f"gpt2-{dtype}", lora_r=4, bf16=True)
         trained = run.policy.numbers(trained=True)
-        assert parts(run, 1, "loss")["parameters"] == size * NUMBERS + 4 * trained
+        assert parts(run, 1, "loss")["parameters"] == size * NUMBERS + copied * trained
 
 
 def test_a_reference_that_scores_ahead_is_gone_when_the_policy_trains(shapes: Path):

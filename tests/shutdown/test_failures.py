@@ -369,6 +369,20 @@ def test_a_process_whose_torchrun_died_while_it_imported_ends(
     assert launch(status_of_orphan, 1, tmp_path, parent=parent) == [status]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_cpu_on_which_bfloat16_is_slow_is_named(
+    device: str, is_fast: bool, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(distributed, "device", lambda: torch.device(device))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_fast)
+    processes.warn_of_slow_bfloat16()
+    printed = capsys.readouterr().out.strip()
+    assert bool(printed) == (device == "cpu" and not is_fast)
+    if printed:
+        tiny.check_sentence(printed, "no bfloat16 products", "--bf16 true is many times slower")
+
+
 @pytest.mark.parametrize("visible", ["0", "", None])
 @pytest.mark.parametrize(
     ("cuda", "said"),

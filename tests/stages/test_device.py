@@ -4,6 +4,7 @@
   rounding (other kernels compute them); and no micro-batch, update, step or token launches more
   kernels, or has the host wait for the device more often, than a table says.
 - A step that goes bad names the rows that it names on the CPU.
+- One process computes the bits of FSDP in bfloat16 without it.
 - A run that goes on from a checkpoint is the one that never stopped, to the bit.
 - An evaluation finds what it finds on the CPU, up to rounding: accuracies, rewards, win rates.
 
@@ -32,7 +33,7 @@ import evaluate
 from common.checkpoint import layout
 from common.config.parser import parse
 from common.data import PromptGroup, collate
-from common.model import optim
+from common.model import fsdp, optim
 from common.padding import tensors_of
 from common.report import evaluation_report
 
@@ -62,6 +63,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sft": SAMPLED,
     "sft padded": {"layout": "padded"},
     "sft bf16": {"bf16": True},
+    "sft sharded": {"bf16": True},  # by FSDP, as in several processes
     "reward": {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
     "dpo": {},
     "dpo lora": {"lora_r": 2, "eval_steps": 0},
@@ -70,6 +72,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grpo resample": GRPO | RESAMPLE,
     "grpo lora": GRPO | LORA | {"sampler_correction": "token_truncate"},
     "grpo bf16": GRPO | {"bf16": True},
+    "grpo sharded": GRPO | {"bf16": True},
     "grpo padded": GRPO | {"layout": "padded", "entropy_coef": 0.01, "top_p": 0.9},
 }
 
@@ -100,13 +103,15 @@ class Token(NamedTuple):
 MICRO_BATCHES = {
     "sft": MicroBatch(47, 85, 0, 0),
     "sft padded": MicroBatch(41, 65, 4, 0),
-    "sft bf16": MicroBatch(98, 102, 0, 0),
+    "sft bf16": MicroBatch(34, 92, 0, 0),
+    "sft sharded": MicroBatch(98, 102, 0, 0),
     "reward": MicroBatch(62, 123, 0, 0),
     "dpo": MicroBatch(62, 180, 0, 0),
     "dpo lora": MicroBatch(90, 177, 0, 0),
     "grpo": MicroBatch(62, 180, 0, 0),
     "grpo exact": MicroBatch(62, 187, 0, 0),
     "grpo lora": MicroBatch(90, 174, 0, 0),
+    "grpo bf16": MicroBatch(51, 191, 0, 0),
     "grpo padded": MicroBatch(41, 170, 4, 0),
 }
 TOKENS = {"shared_prefix": Token(24, 38, 1 / 8, 2), "padded": Token(12, 51, 1 / 8, 6)}
@@ -125,7 +130,11 @@ def run_all(jobs: Sequence[dict[str, Any]], *, simulated: bool) -> list[dict[str
     for job in jobs:
         sim_device.parts.clear()
         said = ""
-        with sim_device.on_sim() if simulated else contextlib.nullcontext():
+        shard = tiny.shard_with_fsdp if "sharded" in job["name"] else fsdp.shard
+        with (
+            sim_device.on_sim() if simulated else contextlib.nullcontext(),
+            mock.patch.object(fsdp, "shard", shard),
+        ):
             if job["stage"] == "evaluate":
                 with mock.patch.object(evaluation_report, "write_report"):  # pictures
                     evaluate.main(parse(evaluate.EvaluateConfig, arguments(job["flags"])))
@@ -210,8 +219,17 @@ def test_the_device_computes_what_the_cpu_does(runs: Any, name: str) -> None:
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, own in zip(lines, expected, strict=True):
         for metric in {"loss", "grad_norm", "eval_loss", "reward"} & own.keys():
-            rel = 2**-8 if "bf16" in name else 1e-4  # of bfloat16 neighbours: a rounding
+            rel = 2**-8 if "bf16" in VARIANTS[name] else 1e-4  # of bfloat16 neighbours: a rounding
             assert line[metric] == pytest.approx(own[metric], rel=rel, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_without_fsdp_a_run_has_the_same_bits(runs: Any, stage: str, device: str) -> None:
+    plain, sharded = (runs[0] / device / f"{stage} {how}" for how in ("bf16", "sharded"))
+    assert untimed_lines(plain) == untimed_lines(sharded)
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (plain, sharded)]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("name", MICRO_BATCHES)
