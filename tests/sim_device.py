@@ -7,6 +7,7 @@ those of the CPU. Processes are one: FSDP's units have the only shard, and gathe
 """
 
 import contextlib
+import functools
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from ranks import local
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,9 +31,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from common import distributed
 from common.evaluation import split
-from common.model import fsdp
+from common.forward import Policy
+from common.grpo.config import GRPOConfig
+from common.model import fsdp, rollout_copy
 from common.run import Run
-from common.sampling import decode, sampler
+from common.sampling import decode, graphs, sampler
 
 ROOT = Path(__file__).resolve().parents[1]
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index"}
@@ -50,11 +54,13 @@ class Counts:
     """What was counted in a part of a run."""
 
     waits: "Counter[str]" = field(default_factory=Counter)  # by the line that asks for them
-    kernels: "Counter[str]" = field(default_factory=Counter)  # by operator
+    kernels: "Counter[str]" = field(default_factory=Counter)  # by operator; a replay is one
+    captures: int = 0  # of graphs
 
 
 parts: dict[str, list[Counts]] = {}  # that ended, by what they are
 inside = [Counts()]  # parts that one is inside of, the innermost last
+recording: "list[Graph]" = []  # the graph that is captured, if any
 
 
 class SimTensor(Tensor):
@@ -106,15 +112,22 @@ class Operators(TorchDispatchMode):
             refuse_to_meet(name, args, here)
         crosses = (bool(there) and goal == "cpu") or (bool(here) and (goal == "sim" or bool(there)))
         if host_waits(name, args, kwargs, crosses=crosses):
+            if recording:
+                raise RuntimeError(f"a wait for the device in a capture, at {line_of_ours()}")
             inside[-1].waits[line_of_ours()] += 1
-        if launches(function):
-            inside[-1].kernels[name] += 1
-        function = ELSEWHERE.get(function, function)
-        found = function(*tree_map(data_of, args), **tree_map(data_of, kwargs))
+        found = (recording[-1].record if recording else run_on_data)(function, args, kwargs)
         if name == "_to_copy" and goal == "cpu":
             return found
         known = {id(tensor.data_here): tensor for tensor in there} | {id(t): t for t in here}
         return tree_map(lambda value: moved(value, known), found)
+
+
+def run_on_data(function: Any, args: Any, kwargs: Any) -> Any:
+    """The results of an operator that is launched."""
+    if launches(function):
+        inside[-1].kernels[function.overloadpacket.__name__] += 1
+    run = ELSEWHERE.get(function, function)
+    return run(*tree_map(data_of, args), **tree_map(data_of, kwargs))
 
 
 class Functions(TorchFunctionMode):
@@ -218,6 +231,94 @@ def line_of_ours() -> str:
     return "elsewhere"
 
 
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+class Graph:
+    """For `torch.cuda.CUDAGraph`: operators on addresses, which a replay runs again.
+
+    Capturing changes no number. What the operators make is the graph's; what they read besides it
+    does not keep alive, and a replay fails if that was freed.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, list[Tensor | None]]] = []
+        self.allocated: dict[int, Tensor] = {}  # by storage
+        self.overwritten: list[tuple[Tensor, Tensor]] = []  # and what it was
+
+    def record(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; its results."""
+        aliases = [about.alias_info for about in function._schema.arguments]
+        named = zip(aliases, args, strict=False)
+        written = [value for alias, value in named if alias and alias.is_write]
+        assert not any(isinstance(value, Tensor) for value in kwargs.values()), "no `out`"
+        self.overwritten += [(data_of(value), data_of(value).clone()) for value in written]
+        run = ELSEWHERE.get(function, function)
+        outputs = run(*tree_map(data_of, args), **kwargs)
+        read = {storage_of(data_of(x)) for x in tree_leaves(args) if isinstance(x, Tensor)}
+        inputs = tree_map(self.addressed, args)
+        results: list[Tensor | None] = [None] * len(tree_leaves(outputs))
+        for i, value in enumerate(tree_leaves(outputs)):
+            if isinstance(value, Tensor) and storage_of(value) not in read:
+                self.allocated[storage_of(value)] = results[i] = value
+        self.calls.append((functools.partial(run, **kwargs), inputs, results))
+        return outputs
+
+    def addressed(self, value: Any) -> Any:
+        """An operator's argument as the graph knows it."""
+        if isinstance(value, SimTensor) and storage_of(value.data_here) not in self.allocated:
+            return Address(value.data_here)
+        return data_of(value)
+
+    def end_capture(self) -> None:
+        """Undo what the operators wrote, as none of them has run."""
+        for tensor, before in reversed(self.overwritten):
+            tensor.copy_(before)
+        self.overwritten.clear()
+
+    def replay(self) -> None:
+        """Run the operators."""
+        inside[-1].kernels["graph"] += 1
+        for run, inputs, results in self.calls:
+            outputs = run(*tree_map(lambda x: x.read() if isinstance(x, Address) else x, inputs))
+            for result, value in zip(results, tree_leaves(outputs), strict=True):
+                if result is not None:
+                    result.copy_(value)
+
+
+class Address:
+    """A tensor in memory that may be freed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.dtype = tensor.dtype
+        self.place = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def read(self) -> Tensor:
+        """The tensor."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            raise RuntimeError(f"a graph reads {self.dtype} {self.place} that was freed")
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.place)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identity of the storage that a tensor is in."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def capture(graph: Graph, pool: Any, capture_error_mode: str) -> Iterator[None]:
+    """For `torch.cuda.graph`."""
+    assert (pool, capture_error_mode) == ("pool", "thread_local")
+    inside[-1].captures += 1
+    recording.append(graph)
+    try:
+        yield
+    finally:
+        recording.pop().end_capture()
+
+
 # ---- parts of a run ------------------------------------------------------------------------------
 
 
@@ -272,6 +373,9 @@ def on_sim() -> Iterator[None]:
             mock.patch.object(_fsdp_param, "alloc_storage"),  # weights stay gathered, and are
             mock.patch.object(_fsdp_param, "free_storage"),  # written anew in each gathering
             mock.patch.object(fsdp, "set_model_state_dict", take_shards),
+            mock.patch.object(graphs.StepGraphs, "DEVICES", ("sim",)),
+            mock.patch.multiple(torch.cuda, CUDAGraph=Graph, graph=capture),
+            mock.patch.object(torch.cuda, "graph_pool_handle", return_value="pool"),
             torch.autograd.set_multithreading_enabled(False),  # backward is seen by the modes
             Functions(),
             Operators(),
@@ -314,22 +418,70 @@ def set_up() -> None:
 
 
 def decode_simulated(
-    layout: str, depths: Sequence[int], lengths: Sequence[int]
+    layout: str, depths: Sequence[int], lengths: Sequence[int], *, replays: bool = False
 ) -> list[dict[str, Any]]:
     """What is counted where completions of some lengths are drawn, none of which stops.
 
-    Two prompts of different lengths get two samples each, from tiny GPT-2 of some depths.
+    Two prompts of different lengths get two samples each, from tiny GPT-2 of some depths; with
+    `replays` for the second time, so that graphs are there.
     """
     set_up()
-    settings = decode.Settings(stop_ids=[-1], pad_id=0, layout=layout)
     found = []
     for depth in depths:
         lm = tiny.causal_lm("gpt2", n_layer=depth, is_plain=True)
         with on_sim(), torch.no_grad():
             fsdp.shard(lm, tiny.train_config(layout=layout), distributed.mesh())
             for length in lengths:
+                kept = graphs.StepGraphs() if replays else None
+                settings = decode.Settings([-1], pad_id=0, layout=layout, graphs=kept)
                 uniforms = torch.rand(4, length, 2, dtype=torch.float64)
-                with part("decode") as counts:
-                    decode.decode(lm, [[5, 6, 7], [8, 9]], uniforms, settings)
+                for _ in range(1 + replays):
+                    with part("decode") as counts:
+                        decode.decode(lm, [[5, 6, 7], [8, 9]], uniforms, settings)
                 found.append(vars(counts))
     return found
+
+
+def rollouts_simulated(
+    variants: Sequence[dict[str, Any]], *, max_kept_bytes: int = 2**32, fills_copy: bool = True
+) -> list[list[dict[str, Any]]]:
+    """Three rollouts of a policy whose weights change in between, for families and flags of GRPO.
+
+    80 tokens at most of 5 prompts with 3 samples each, decoded in two batches; a sample stops at
+    one of `stop_ids`. Without `fills_copy` the weights that sample get new memory each time.
+    """
+    set_up()
+    fields = {"output_dir": "unused", "model_name_or_path": "unused", "reward_funcs": ["length"]}
+    fields |= {"max_completion_length": 80, "generation_batch_size": 10}
+    by_variant: list[list[dict[str, Any]]] = []
+    for family, stop_ids, flags in variants:
+        config = GRPOConfig(**fields, **flags)
+        by_variant.append([])
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(on_sim())
+            stack.enter_context(mock.patch.object(sampler, "MAX_KEPT_BYTES", max_kept_bytes))
+            if not fills_copy:
+                new = mock.patch.object(rollout_copy, "filled", lambda _, values: values.clone())
+                stack.enter_context(new)
+            positions = "n_positions" if family == "gpt2" else "max_position_embeddings"
+            policy = Policy(tiny.causal_lm(family, **{positions: 256}))
+            fsdp.shard(policy, config, distributed.mesh())
+            drawing = sampler.Sampler(policy, tiny.vocabulary(stop_ids), config)
+            examples = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 9)])
+            for step in range(3):
+                parts.clear()
+                rollouts = drawing.sample(examples, num_samples=3, step=step)
+                with torch.no_grad():
+                    for parameter in policy.parameters():
+                        local(parameter).mul_(1.05)
+                counts = parts["decode"]
+                by_variant[-1].append(
+                    {
+                        "drawn": [rollouts.ids.tolist(), rollouts.token_logps.tolist()],
+                        "captures": sum(count.captures for count in counts),
+                        "replays": sum(count.kernels["graph"] for count in counts),
+                        "graphs": len(drawing.graphs.captured) if drawing.graphs else 0,
+                        "waits": sum(sum(count.waits.values()) for count in counts),
+                    }
+                )
+    return by_variant

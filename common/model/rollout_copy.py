@@ -19,9 +19,12 @@ class RolloutCopy:
 
     Sampling from the sharded model would gather every unit once per token, and every rank would
     have to sample the same number of tokens. The copy costs one gather and holds the compute dtype.
-    Each rank stops when its samples have stopped. The copy is freed before training goes on.
-    Adapters are merged into its weights.
+    Each rank stops when its samples have stopped. The copy is freed before training goes on, unless
+    `is_kept` says that graphs read it: then it is filled in place. Adapters are merged into it.
     """
+
+    is_kept = False  # the storage, behind the current `gathered`
+    head: torch.Tensor | None = None  # the vocabulary head in float32
 
     def __init__(self, lm: Any, config: CommonConfig) -> None:
         """Build a copy of the policy's Hugging Face model `lm` without storage for its weights."""
@@ -39,15 +42,19 @@ class RolloutCopy:
         """Fill the copy from `policy`, the module around the source. Collective on entry."""
         fsdp.reshard(policy)  # so that every parameter is a shard, which `whole` gathers
         whole = whole_weights(self.source)
-        set_parameters(self.lm, lambda name, target: whole(name, target.dtype))
+        set_parameters(self.lm, lambda name, old: filled(old, whole(name, old.dtype)))
         head = self.lm.get_output_embeddings()
         shared = head.weight
-        head.weight = nn.Parameter(shared.float(), requires_grad=False)  # cast once, not per token
+        # Cast once, not per token
+        self.head = shared.float() if self.head is None else filled(self.head, shared)
+        head.weight = nn.Parameter(self.head, requires_grad=False)
         try:
             yield self.lm
         finally:
             head.weight = shared
-            set_parameters(self.lm, lambda _, p: torch.empty_like(p, device="meta"))
+            if not self.is_kept:
+                self.head = None
+                set_parameters(self.lm, lambda _, p: torch.empty_like(p, device="meta"))
 
 
 def whole_weights(lm: nn.Module) -> Callable[[str, torch.dtype], torch.Tensor]:
@@ -75,6 +82,12 @@ def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Gather a whole parameter on every rank, in the dtype. Collective."""
     weight = parameter.data.to(distributed.device(), dtype)  # cast first: half the traffic
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+@torch.no_grad()
+def filled(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The values, in the storage of the old tensor if it has one."""
+    return values if old.is_meta else old.copy_(values)
 
 
 def set_parameters(module: nn.Module, value: Callable[[str, nn.Parameter], torch.Tensor]) -> None:

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from common import padding
 from common.errors import UserError
 from common.padding import cut_at_stop, on_device
+from common.sampling.graphs import StepGraphs
 
 DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
 CHECK_EVERY = 8  # tokens on a GPU: the host waits for it to see which rows have finished
@@ -144,7 +145,7 @@ class Settings:
     temperature: float = 1.0  # divides the logits; 0 takes the most likely token
     top_k: int = 0  # see `restrict`; log-probabilities are those before restricting
     top_p: float = 1.0
-    cuda_graphs: bool = False
+    graphs: StepGraphs | None = None  # of the shared layout, which later calls replay
 
 
 def refuse_nan(logps: Tensor) -> None:
@@ -204,7 +205,7 @@ def decode(
     if settings.layout == "shared_prefix":
         from common.sampling.shared import SharedDecoder
 
-        decoder = SharedDecoder(lm, prompts, num_samples, max_length, settings.cuda_graphs)
+        decoder = SharedDecoder(lm, prompts, num_samples, max_length, settings.graphs)
     else:
         decoder = CopyingDecoder(lm, prompts, num_samples, settings.pad_id)
     uniforms = on_device(uniforms, device)

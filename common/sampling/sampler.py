@@ -19,6 +19,7 @@ from common.data import Example, row_numbers
 from common.model import rollout_copy
 from common.padding import right_pad
 from common.sampling.decode import Settings, decode
+from common.sampling.graphs import MAX_KEPT_BYTES, StepGraphs, padded_length
 from common.text.example import Vocabulary
 
 
@@ -133,6 +134,8 @@ class Sampler:
         self.vocabulary = vocabulary
         self.config = config
         self.copy = rollout_copy.RolloutCopy(policy.lm, config)
+        has_graphs = config.cuda_graphs and distributed.device().type in StepGraphs.DEVICES
+        self.graphs = StepGraphs() if has_graphs else None
 
     @torch.no_grad()
     def sample(
@@ -159,10 +162,11 @@ class Sampler:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            cuda_graphs=config.cuda_graphs,
+            graphs=self.graphs,
         )
         seed = noise.derive_seed(config.seed, "sampling", step)
         longest = max((len(example.prompt_ids) for example in examples), default=0)
+        longest = padded_length(longest, distributed.device())
         num_prompts, count = decoded_at_once(longest, num_samples, config)
         batches = [Rollouts.blank(0, max_length).tensors]
 
@@ -183,7 +187,18 @@ class Sampler:
                     partial(report_position, title),
                 )
                 batches.append(drawn)
+            self.copy.is_kept = self.keeps_graphs(lm)
         return Rollouts(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
+
+    def keeps_graphs(self, lm: nn.Module) -> bool:
+        """Whether graphs and what they read stay: where every step samples; else free them."""
+        graphs, is_often = self.graphs, getattr(self.config, "stage", "") == "GRPO"
+        if graphs is None:
+            return False
+        if graphs.captured and is_often and graphs.num_bytes(lm) <= MAX_KEPT_BYTES:
+            return True
+        graphs.forget()
+        return False
 
     def sample_shared(
         self, examples: Sequence[Example], *, title: str, num_samples: int = 1, **settings: Any

@@ -1,14 +1,14 @@
 """Decoding from one copy of a prompt's keys and values, however many samples are drawn from it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError, gist
 from common.model import shared_prefix
 from common.padding import KeysByLayer, on_device, shared_prefix_batch
+from common.sampling.graphs import StepGraphs, has_fixed_shapes, padded_length
 
 FIRST_WIDTH = 64  # keys of a sample that are read at first; doubled when they are full
 
@@ -22,20 +22,21 @@ class SharedDecoder:
         prompts: Sequence[Sequence[int]],
         num_samples: int,
         max_length: int,
-        cuda_graphs: bool = False,
+        graphs: StepGraphs | None = None,
     ) -> None:
         """Prefill N prompts, in one row without padding; `logits` (N*K, V) follow them.
 
-        The model is one that `shared_prefix.use_shared_prefix` was called on. With `cuda_graphs`
-        the steps on a GPU are replayed from a graph.
+        The model is one that `shared_prefix.use_shared_prefix` was called on. With `graphs` steps
+        are replayed from them; no two decoders that are in use may have the same.
         """
         device = lm.get_input_embeddings().weight.device
         packed = shared_prefix_batch(prompts, [[]] * len(prompts), 0).to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts])  # (N,)
         self.lm = lm
         positions = lengths.repeat_interleave(num_samples)
-        self.positions = on_device(positions, device)  # (B',) of the next token
-        self.cache = DecodingCache(lengths.tolist(), num_samples, max_length, device)
+        self.graphs = graphs
+        self.cache = DecodingCache(lengths.tolist(), num_samples, max_length, device, graphs)
+        self.positions = self.cache.hold("positions", on_device(positions, device))  # (B',) of next
         packed.layout.keys_by_layer = {}
         hidden = shared_prefix.last_hidden_states(
             lm, packed.input_ids, packed.position_ids, packed.layout
@@ -44,19 +45,16 @@ class SharedDecoder:
         last = on_device(lengths.cumsum(0) - 1, device)  # (N,)
         logits = lm.get_output_embeddings()(hidden[last])  # (N, V)
         self.logits = logits.repeat_interleave(num_samples, 0)
-        self.graph = StepGraph() if cuda_graphs and device.type == "cuda" else None
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token (B',) to every row; logits (B', V) of the next.
 
         They are valid until the next step.
         """
-        has_grown = self.cache.grow()
-        if self.graph is None:
+        self.cache.grow()
+        if self.graphs is None:
             return self.forward(tokens)
-        if has_grown:
-            self.graph.forget()
-        return self.graph.step(self.forward, tokens)
+        return self.graphs.step(self.cache.shape, self.forward, tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The part of a step that the device computes, the same operations every time."""
@@ -71,53 +69,8 @@ class SharedDecoder:
     def keep(self, kept: Tensor) -> Tensor:
         """Drop the other rows; takes indices on the host, and returns them on the device."""
         kept = self.cache.keep(kept)
-        self.positions = self.positions[kept]
-        if self.graph is not None:
-            self.graph.forget()
+        self.positions = self.cache.select(self.positions, kept)
         return kept
-
-
-class StepGraph:
-    """A decoding step as a CUDA graph, which launches its hundreds of small kernels at once.
-
-    Launching them one by one takes most of a step. The first step of a shape runs as it is, and
-    libraries choose their kernels in it; the second is captured.
-    """
-
-    def __init__(self) -> None:
-        """Nothing is captured yet."""
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop the graph, because the next step has other tensors."""
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.is_warm = False
-
-    def step(self, forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-        """Logits (B', V) of `forward`, valid until the next call; it must not wait for the device.
-
-        Raises:
-            UserError: the model cannot be captured.
-        """
-        if not self.is_warm:
-            self.is_warm = True
-            return forward(tokens)
-        if self.graph is None:
-            self.tokens = tokens.clone()
-            graph = torch.cuda.CUDAGraph()
-            try:
-                # Other threads may use the device meanwhile, as one that writes a checkpoint does.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self.logits = forward(self.tokens)
-            except RuntimeError as error:
-                raise UserError(
-                    "the model's forward pass cannot be captured as a CUDA graph; use "
-                    f"--cuda_graphs false ({gist(error)})."
-                ) from error
-            self.graph = graph
-        self.tokens.copy_(tokens)
-        self.graph.replay()
-        return self.logits
 
 
 class DecodingCache:
@@ -125,19 +78,27 @@ class DecodingCache:
 
     Every forward appends a token to every live sample. On a CPU it reads the keys so far. Elsewhere
     a graph is replayed, in which all shapes are fixed: it reads `width` keys and masks the rest.
+    With `graphs` its tensors are in their memory.
     """
 
     def __init__(
-        self, lengths: Sequence[int], num_samples: int, max_length: int, device: torch.device
+        self,
+        lengths: Sequence[int],
+        num_samples: int,
+        max_length: int,
+        device: torch.device,
+        graphs: StepGraphs | None = None,
     ) -> None:
         """Start without keys of the prompts, of N lengths, which are prefilled in one row."""
-        self.max_length = max_length
+        self.max_length, self.graphs = max_length, graphs
         self.length = 0  # tokens of each sample that the keys hold, with the one of this forward
         self.width = min(FIRST_WIDTH, max_length)  # keys of each sample that are read
         self.is_fixed = has_fixed_shapes(device)
-        self.column = torch.full((1,), -1, device=device)  # (1,), of a sample's newest key
+        # (1,), of a sample's newest key
+        self.column = self.hold("column", torch.full((1,), -1, device=device))
         self.longest = max(lengths) + max_length
-        index, mask = columns_of(torch.tensor(lengths))
+        num_columns = padded_length(max(lengths), device)  # P
+        index, mask = columns_of(torch.tensor(lengths), num_columns)
         self.index, self.mask = on_device(index, device), on_device(mask, device)  # (N, P)
         self.is_padded = len(set(lengths)) > 1
         # (B',) int64 on the host, the samples still decoded, out of N * K, prompt-major
@@ -148,15 +109,29 @@ class DecodingCache:
         self.sample_keys: KeysByLayer = {}  # (B', H', C, d) each
         self._place_rows()
 
-    def grow(self) -> bool:
-        """Make room for the next token; True if shapes differ from those of the last forward."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Numbers that decide the shapes of all tensors of a forward."""
+        num_prompts, num_columns = self.index.shape
+        counts = (len(self.rows), num_prompts, self.num_samples)
+        return *counts, num_columns, self.max_length, self.width
+
+    def hold(self, name: Hashable, values: Tensor) -> Tensor:
+        """The values, contiguous; with graphs copied to their memory."""
+        return values.contiguous() if self.graphs is None else self.graphs.hold(name, values)
+
+    def select(self, values: Tensor, kept: Tensor) -> Tensor:
+        """Rows of a tensor; with graphs at the start of the memory that it is in."""
+        rows = values[kept]
+        return rows if self.graphs is None else values[: len(rows)].copy_(rows)
+
+    def grow(self) -> None:
+        """Make room for the next token."""
         self.length += 1
         if not self.is_fixed:
             self.width = self.length
-        if self.length <= self.width:
-            return False
-        self.width = min(2 * self.width, self.max_length)
-        return True
+        if self.length > self.width:
+            self.width = min(2 * self.width, self.max_length)
 
     def append(self) -> None:
         """Move to the next column of the samples' keys."""
@@ -169,9 +144,9 @@ class DecodingCache:
         self.rows = self.rows[kept]
         kept = on_device(kept, self.index.device)
         for layer, (keys, values) in self.sample_keys.items():
-            self.sample_keys[layer] = keys[kept], values[kept]
+            self.sample_keys[layer] = self.select(keys, kept), self.select(values, kept)
         if self.bias is not None:
-            self.bias = self.bias[kept]
+            self.bias = self.select(self.bias, kept)
         self._place_rows()
         return kept
 
@@ -179,19 +154,21 @@ class DecodingCache:
         """Give every row a place (n, g) in a rectangle, in which rows of a prompt are neighbours.
 
         `places` (B',) are flat indices into (N, G), None where the rows fill it in order. `fillers`
-        (N * G,) are the rows at those places, any row where there is none.
+        (N * G,) are the rows at those places, any row where there is none. Fixed shapes have G = K.
         """
         num_prompts = len(self.index)
         owners = self.rows // self.num_samples  # (B',), ascending
         counts = torch.bincount(owners, minlength=num_prompts)
-        self.group = int(counts.max())
+        self.group = self.num_samples if self.is_fixed else int(counts.max())
         first = counts.cumsum(0) - counts  # (N,)
         places = owners * self.group + torch.arange(len(owners)) - first[owners]
         self.places = self.fillers = None
         if len(owners) < num_prompts * self.group:
             fillers = torch.zeros(num_prompts * self.group, dtype=torch.long)
             fillers[places] = torch.arange(len(owners))
-            self.places, self.fillers = (on_device(x, self.index.device) for x in (places, fillers))
+            places, fillers = (on_device(x, self.index.device) for x in (places, fillers))
+            self.places = self.hold(("places", len(places)), places)
+            self.fillers = self.hold(("fillers", len(fillers)), fillers)
 
     def take_prompts(self, keys_by_layer: KeysByLayer) -> None:
         """Take the prompts' keys and values, (1, H', T, d) each, as the prefill left them."""
@@ -199,13 +176,16 @@ class DecodingCache:
             is_hidden = nn.functional.pad(~self.mask, (0, self.max_length), value=True)
             bias = torch.zeros(is_hidden.shape, device=is_hidden.device)
             bias = bias.masked_fill(is_hidden, float("-inf"))[:, None, None]
-            self.bias = bias.repeat_interleave(self.num_samples, 0)
+            self.bias = self.hold("bias", bias.repeat_interleave(self.num_samples, 0))
         for layer, (key, value) in keys_by_layer.items():
             # Contiguous: a batched product would copy them all for every token that is drawn.
-            keys, values = (x[0][:, self.index].transpose(0, 1) for x in (key, value))
-            self.prompt_keys[layer] = keys.contiguous(), values.contiguous()
-            shape = (len(self.rows), key.shape[1], self.max_length, key.shape[-1])
-            self.sample_keys[layer] = key.new_zeros(shape), key.new_zeros(shape)
+            columns = (x[0].index_select(1, self.index.flatten()) for x in (key, value))
+            pair = torch.stack([x.unflatten(1, self.index.shape).transpose(0, 1) for x in columns])
+            shape = (2, len(self.rows), key.shape[1], self.max_length, key.shape[-1])
+            prompt_keys, prompt_values = self.hold((layer, "prompts"), pair)
+            sample_keys, sample_values = self.hold((layer, "samples"), key.new_zeros(shape))
+            self.prompt_keys[layer] = prompt_keys, prompt_values
+            self.sample_keys[layer] = sample_keys, sample_values
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -243,19 +223,14 @@ class DecodingCache:
         return values if self.places is None else values[self.places]
 
 
-def columns_of(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns (N, P) of N prompts, of some lengths, that follow one another in a row.
+def columns_of(lengths: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Columns (N, P) of N prompts, of some lengths up to P, that follow one another in a row.
 
     The columns of a short one are filled up with its last. The mask (N, P) is True at the others.
     """
-    steps = torch.arange(int(lengths.max()))  # (P,)
+    steps = torch.arange(num_columns)  # (P,)
     lengths = lengths[:, None]
     return lengths.cumsum(0) - lengths + steps.minimum(lengths - 1), steps < lengths
-
-
-def has_fixed_shapes(device: torch.device) -> bool:
-    """Whether every decoding step reads the same number of keys, as a graph must."""
-    return device.type != "cpu"
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from common.config.stages import SamplingConfig
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
+from common.sampling.graphs import MAX_KEPT_BYTES
 from common.sampling.sampler import decoded_at_once
 from experiments.plan.activations import activations, forward_bytes, logits_bytes
 from experiments.plan.footprint import Footprint, numbers
@@ -45,7 +46,8 @@ def moments(run: Run) -> list[Moment]:
     On a CPU a checkpoint is written too, in the background beside the most that a step takes, and
     the model at the end.
     """
-    is_dpo, base = isinstance(run.config, DPOConfig), resident(run, models_of(run))
+    is_dpo = isinstance(run.config, DPOConfig)
+    base = resident(run, models_of(run)) | kept_by_graphs(run)
     in_step = update_moments(run, base)
     found = in_step + sampling_moments(run, base)
     if run.reference:  # DPO's scores ahead of the policy
@@ -286,6 +288,24 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
     rooms = samples * own * per_token
     both = kept + rooms if run.on_gpu else max(kept, rooms)
     return max(tokens * per_token + both, kept + forward_bytes(run, policy, tokens))
+
+
+def kept_by_graphs(run: Run) -> Parts:
+    """Weights and cache that stay for sampling's CUDA graphs (`Sampler.keeps_graphs`)."""
+    config = run.config
+    if not (isinstance(config, GRPOConfig) and run.on_gpu and run.is_shared):
+        return {}
+    if config.rollout_server or not config.cuda_graphs:
+        return {}
+    completion, longest = config.max_completion_length, config.max_prompt_length
+    prompts, samples = decoded_at_once(longest, config.num_candidates, config)
+    prompts = min(prompts, config.batch_size // run.ranks)
+    per_token = 2 * run.policy.num_layers * run.policy.key_width * run.number_bytes
+    kept = {
+        "copy": copy_bytes(run),
+        "cache": float(prompts * (longest + samples * completion) * per_token),
+    }
+    return kept if sum(kept.values()) <= MAX_KEPT_BYTES else {}
 
 
 # ---- saving --------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from common.grpo.config import GRPOConfig
 from common.model import fsdp, lora
 from common.padding import MAKERS
 from common.pairs.config import DPOConfig
+from common.sampling.graphs import StepGraphs
 from common.sampling.shared import SharedDecoder
 from experiments.plan import __main__ as command
 from experiments.plan import activations, ladder, memory
@@ -348,6 +349,21 @@ def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
     on_gpu = replace(run, on_gpu=True)
     more = 4 * LAYERS * 3 * WIDTH * num_prompts * 40
     assert memory.cache_bytes(on_gpu, num_prompts, num_samples) == by_hand + more
+
+
+def test_what_graphs_read_stays_between_rollouts(shapes: Path):
+    flags = GRPO | {"bf16": True, "batch_size": 3, "generation_batch_size": 48}
+    run = run_of(shapes, **flags, num_generations=16, on_gpu=True)
+    lm, graphs = tiny.causal_lm("gpt2").bfloat16(), StepGraphs()
+    with torch.no_grad():
+        SharedDecoder(lm, [tiny.random_ids(40, seed=n) for n in range(3)], 16, 10, graphs)
+    keys = sum(x.nbytes for name, x in graphs.memory.items() if isinstance(name, tuple))
+    kept = {"copy": memory.copy_bytes(run), "cache": float(keys)}
+    assert memory.kept_by_graphs(run) == kept
+    in_update = [moment for moment in memory.moments(run) if moment.name == "loss"]
+    assert [moment.parts | kept for moment in in_update] == [moment.parts for moment in in_update]
+    for other in ({"cuda_graphs": False}, {"layout": "padded"}, {"max_completion_length": 2**26}):
+        assert memory.kept_by_graphs(run.with_flags(**other)) == {}
 
 
 def test_every_rank_samples_from_a_whole_copy(shapes: Path):

@@ -3,6 +3,8 @@
 - No tensor of the host meets one of the device; losses and gradient norms are the CPU's up to
   rounding (other kernels compute them); and no micro-batch, update, step or token launches more
   kernels, or has the host wait for the device more often, than a table says.
+- Sampling's graphs are captured once in a run for each shape, and replayed after the weights have
+  changed they draw what is drawn without them.
 - A step that goes bad names the rows that it names on the CPU.
 - One process computes the bits of FSDP in bfloat16 without it.
 - A run that goes on from a checkpoint is the one that never stopped, to the bit.
@@ -26,7 +28,7 @@ import tiny
 import torch
 from ranks import SHORT_RUN, arguments, launch, run_stages, untimed_lines
 from safetensors.torch import load_file
-from sim_device import decode_simulated
+from sim_device import decode_simulated, rollouts_simulated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import evaluate
@@ -114,7 +116,11 @@ MICRO_BATCHES = {
     "grpo bf16": MicroBatch(51, 191, 0, 0),
     "grpo padded": MicroBatch(41, 170, 4, 0),
 }
-TOKENS = {"shared_prefix": Token(24, 38, 1 / 8, 2), "padded": Token(12, 51, 1 / 8, 6)}
+TOKENS = {
+    "shared_prefix": Token(24, 38, 1 / 8, 2),
+    "shared_prefix replayed": Token(0, 32, 1 / 8, 2),
+    "padded": Token(12, 51, 1 / 8, 6),
+}
 # Of the host: for whether an update's norm is finite, for the scores of a whole split, and for the
 # metrics of a step that is logged.
 WAITS = {"update": 1, "scoring": 1, "step": 1}
@@ -252,10 +258,10 @@ def test_the_host_waits_no_more_often_than_this(runs: Any, name: str, kind: str)
     assert [part["waits"] for part in parts if sum(part["waits"].values()) > allowed] == []
 
 
-@pytest.mark.parametrize("layout", TOKENS)
-def test_a_token_costs_no_more_than_this(tmp_path: Path, layout: str) -> None:
-    given = {"layout": layout, "depths": (2, 3), "lengths": (4, 20)}
-    (found,) = launch(decode_simulated, 1, tmp_path, **given)
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_token_costs_no_more_than_this(tmp_path: Path, name: str) -> None:
+    kind = {"layout": name.split()[0], "replays": " " in name}
+    (found,) = launch(decode_simulated, 1, tmp_path, **kind, depths=(2, 3), lengths=(4, 20))
     short, long, short_deeper, long_deeper = (most([one]) for one in found)
 
     def per_token(what: str, before: dict[str, int], after: dict[str, int]) -> float:
@@ -264,7 +270,7 @@ def test_a_token_costs_no_more_than_this(tmp_path: Path, layout: str) -> None:
     kernels, waits = (per_token(what, short, long) for what in ("kernels", "waits"))
     per_block = per_token("kernels", short_deeper, long_deeper) - kernels
     cost = Token(per_block, kernels - 2 * per_block, waits, short["waits"] - 4 * waits)
-    over = above(cost, TOKENS[layout])
+    over = above(cost, TOKENS[name])
     assert not over, over
 
 
@@ -302,6 +308,40 @@ def test_a_batch_is_made_and_moved_by_few_operators(tmp_path: Path) -> None:
     """However many prompts it has: one by one they took 650."""
     (numbers,) = launch(dispatches_of_a_batch, 1, tmp_path)
     assert max(numbers) < 40
+
+
+STOPS = [0, 30, 60]  # of 61 tokens
+
+
+def test_replayed_graphs_draw_what_is_drawn_without_them(tmp_path: Path) -> None:
+    """Three rollouts each; rows stop, so that batches shrink, or none does."""
+    kinds = [("gpt2", STOPS, True), ("llama", STOPS, False), ("llama", [-1], True)]
+    variants = [
+        (family, stop_ids, {"bf16": bf16, "cuda_graphs": graphs})
+        for family, stop_ids, bf16 in kinds
+        for graphs in (True, False)
+    ]
+    (rollouts,) = launch(rollouts_simulated, 1, tmp_path, variants=variants)
+    for replayed, plain in zip(rollouts[::2], rollouts[1::2], strict=True):
+        assert [one["drawn"] for one in replayed] == [one["drawn"] for one in plain]
+        assert [one["waits"] for one in replayed] == [one["waits"] for one in plain]
+        assert replayed[0]["drawn"] != replayed[1]["drawn"] != replayed[2]["drawn"]
+        assert all(one["replays"] > 50 for one in replayed)
+        assert sum(one["captures"] for one in replayed) == replayed[-1]["graphs"]
+        assert not any(one["captures"] + one["replays"] for one in plain)
+    # No row stops: two batches of 80 tokens, in two widths of keys.
+    assert [one["captures"] for one in rollouts[4]] == [4, 0, 0]
+    assert [one["replays"] for one in rollouts[4]] == [2 * 79 - 4, 2 * 79, 2 * 79]
+
+
+def test_graphs_are_dropped_with_their_memory(tmp_path: Path) -> None:
+    variants = [("llama", [-1], {"bf16": True, "cuda_graphs": graphs}) for graphs in (True, False)]
+    (rollouts,) = launch(rollouts_simulated, 1, tmp_path, variants=variants, max_kept_bytes=1000)
+    dropped, plain = rollouts
+    assert [one["drawn"] for one in dropped] == [one["drawn"] for one in plain]
+    assert [(one["captures"], one["graphs"]) for one in dropped] == [(4, 0)] * 3
+    with pytest.raises(AssertionError, match="a graph reads torch.bfloat16 .* that was freed"):
+        launch(rollouts_simulated, 1, tmp_path, variants=variants[:1], fills_copy=False)
 
 
 def most(parts: Sequence[dict[str, Any]]) -> dict[str, int]:
