@@ -272,6 +272,12 @@ def show_status(bar: Any, text: str) -> None:
         bar.refresh()
 
 
+def device_memory() -> int:
+    """Bytes of the smallest GPU of the run, 0 on CPUs. Collective."""
+    mine = torch.cuda.get_device_properties(device()).total_memory if device().type == "cuda" else 0
+    return -int(all_reduce_max(torch.tensor(-mine)))
+
+
 def peak_resident_gb() -> float:
     """Peak host memory of this process so far, in GB."""
     scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux

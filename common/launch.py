@@ -30,6 +30,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """
     from common.checkpoint import hf_folder
     from common.config.parser import parse
+    from common.model import sizes
     from common.record import run_folder, terminal, tracking
     from common.shutdown import processes, signals
 
@@ -49,7 +50,8 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             run_folder.refuse_unwritable(config.output_dir)
             tracking.refuse_impossible(getattr(config, "report_to", ()))
-        main(hf_folder.with_folders(config))
+        given, config = config.given, hf_folder.with_folders(config)
+        main(sizes.for_device(config, given))
         dist.barrier()
     except signals.Stopped as stopped:
         distributed.print_rank0(stopped)

@@ -57,7 +57,10 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     if strays:
         others = [word for word in strays[1:] if word.startswith("--")]
         raise UserError(f"unknown argument {answer([strays[0], *others], list(fields))}.")
-    return cls(**{name: value for name, value in vars(arguments).items() if name != "config"})
+    values = {name: value for name, value in vars(arguments).items() if name != "config"}
+    config: Any = cls(**values)
+    config.given = frozenset(values)
+    return config  # type: ignore[no-any-return]
 
 
 def underscored(word: str) -> str:

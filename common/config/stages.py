@@ -22,6 +22,8 @@ MODEL_FOLDERS = ("model", "adapter")  # folders of a run; one may be a link to a
 class CommonConfig(flags.ModelFlags):
     """The flags of every stage."""
 
+    given: ClassVar[frozenset[str]] = frozenset()  # names of the flags that a command line gave
+
     # Of stages without the flag
     gradient_checkpointing = False
     reshard_after_forward = True
@@ -60,7 +62,9 @@ class CommonConfig(flags.ModelFlags):
         "one row per completion",
         ["shared_prefix", "padded"],
     )
-    micro_batch_tokens: int = free_flag(4096, "tokens in a forward pass on a process", gt=0)
+    micro_batch_tokens: int = free_flag(
+        4096, "tokens in a pass on a process; not given: by a GPU's memory", gt=0
+    )
     micro_batch_size: int = free_flag(1024, "rows (GRPO, scoring: completions) in a pass", gt=0)
     bf16: bool = flag(False, "compute in bfloat16; parameters and reductions stay in float32")
     prefetch_blocks: int = free_flag(0, "gather this many blocks ahead of the one that computes")
@@ -211,8 +215,8 @@ class SamplingConfig(CommonConfig):
     """The flags of every stage that samples."""
 
     _speed: ClassVar = flags.SPEED
-    generation_batch_size: int = free_flag(64, "completions decoded at once on one process", gt=0)
-    generation_cache_tokens: int = free_flag(65536, "tokens in sampling's cache on a process", gt=0)
+    generation_batch_size: int = free_flag(64, "completions decoded at once; as above", gt=0)
+    generation_cache_tokens: int = free_flag(65536, "tokens in sampling's cache; as above", gt=0)
     cuda_graphs: bool = free_flag(True, "replay sampling's steps on a GPU as a captured graph")
 
 
