@@ -28,6 +28,7 @@ class BFloat16Copies:
             if parameter.dtype != torch.bfloat16 and parameter not in excluded
         ]
         self.copies = {p: nn.Parameter(p.bfloat16(), p.requires_grad) for _, _, p in self.slots}
+        self.of_slots = [self.copies[parameter] for _, _, parameter in self.slots]
         self.versions = [p._version for p in self.copies]  # counts autograd's changes
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward, always_call=True)
@@ -35,8 +36,8 @@ class BFloat16Copies:
 
     def swap(self, *, use_copies: bool) -> None:
         """Give the module the copies, or its float32 parameters."""
-        for parameters, name, parameter in self.slots:
-            parameters[name] = self.copies[parameter] if use_copies else parameter
+        for (parameters, name, parameter), copy in zip(self.slots, self.of_slots, strict=False):
+            parameters[name] = copy if use_copies else parameter
 
     @torch.no_grad()
     def before_forward(self, *_: Any) -> None:
