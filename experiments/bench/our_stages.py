@@ -1,5 +1,6 @@
 """One row of the benchmark in this repository: the stage scripts, started as a user starts them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -35,8 +36,15 @@ COMMON_FLAGS: dict[str, Any] = {
 REWARD_FUNCTION = "experiments/bench/reward_function.py:even_share"
 
 
-def command(row: BenchRow, fixture: Path, steps: int, output_dir: Path, seed: int = 0) -> list[str]:
-    """The stage's script and its flags."""
+def command(
+    row: BenchRow,
+    fixture: Path,
+    steps: int,
+    output_dir: Path,
+    seed: int = 0,
+    more: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The stage's script and its flags, with `more` of them."""
     flags = COMMON_FLAGS | FAST_FLAGS[row.stage]
     flags |= {
         "model_name_or_path": fixture / ("reward_model" if row.stage == "reward" else "policy"),
@@ -55,6 +63,7 @@ def command(row: BenchRow, fixture: Path, steps: int, output_dir: Path, seed: in
             "beta": BETA,
             "reward_funcs": fixture / "reward_model" if row.with_reward_model else REWARD_FUNCTION,
         }
+    flags |= more or {}
     words = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     return [f"train_{row.stage}.py", *words]
 

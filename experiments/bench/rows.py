@@ -28,6 +28,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape(4, 256, 4, 4096, 512),
     "gpt2-small": Shape(12, 768, 12, 50257, 1024),
+    "gpt2-large": Shape(36, 1280, 20, 50257, 1024),
 }
 # Which kind of text rows a stage reads
 KINDS = {"sft": "sft", "reward": "preference", "dpo": "preference", "grpo": "prompts"}
@@ -93,4 +94,14 @@ CHECKS = {
     f"check-{stage}": BenchRow(f"check-{stage}", stage, "", NUM_CHECK_ROWS, 1, 0, None)
     for stage in ("sft", "reward", "dpo")
 }
-EVERY_ROW = ROWS | CHECKS
+GPU_ROWS = {
+    row.name: row
+    for name, share, steps, warmup in (("gpu", 1, 6, 2), ("tiny", 16, 2, 1))
+    for row in (
+        BenchRow(f"{name}-sft", "sft", "tokens/s", 64 // share, steps, warmup, None),
+        BenchRow(f"{name}-reward", "reward", "pairs/s", 32 // share, steps, warmup, None),
+        BenchRow(f"{name}-dpo", "dpo", "pairs/s", 32 // share, steps, warmup, None),
+        BenchRow(f"{name}-grpo", "grpo", "rollouts/s", 16 // share, steps, warmup, None, 8),
+    )
+}
+EVERY_ROW = ROWS | CHECKS | GPU_ROWS

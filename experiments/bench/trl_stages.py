@@ -1,16 +1,20 @@
-"""One row of the benchmark in TRL, at the settings that make it fastest on a CPU.
+"""One row of the benchmark in TRL, at the settings that make it fastest on a CPU or on a GPU.
 
     python -m experiments.bench.trl_stages --row sft --fixture FOLDER --steps 6 --output sft.json
+    python -m experiments.bench.trl_stages --gpu --row gpu-sft --sizes 16 32 64 ...
 
 In TRL's favour: a step is timed from `on_step_begin` to `on_step_end`, which leaves out fetching
-and collating its rows; nothing is logged, saved or evaluated.
+and collating its rows; nothing is saved or evaluated, and at most the first step is logged.
 """
 
 import argparse
+import gc
+import importlib.util
 import json
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import datasets
@@ -18,6 +22,10 @@ import torch
 import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from common.distributed import peak_resident_gb
+from common.errors import gist
+from common.record.jsonl import json_line
+from experiments.bench.ceiling import wait_for_gpu
 from experiments.bench.reward_function import even_share
 from experiments.bench.rows import (
     BETA,
@@ -43,6 +51,7 @@ SETTINGS: dict[str, Any] = {
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
 }
+GPU_SETTINGS = {"bf16": True, "use_cpu": False, "dataloader_pin_memory": True}
 SETTINGS_OF_STAGE: dict[str, dict[str, Any]] = {
     "sft": {"completion_only_loss": True},
     "reward": {},
@@ -67,10 +76,12 @@ class StepTimer(TrainerCallback):
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start the clock."""
+        wait_for_gpu()
         self.started = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Stop it."""
+        wait_for_gpu()
         self.seconds.append(time.perf_counter() - self.started)
 
 
@@ -89,10 +100,20 @@ def trainer_of(
     return trainer(str(path), train_dataset=rows, **more)
 
 
-def make_trainer(row: BenchRow, fixture: Path, steps: int, folder: str, seed: int = 0) -> Any:
-    """The trainer of a row."""
-    per_step, size = row.num_rows * max(1, row.num_generations), MICRO_BATCH_SIZE[row.stage]
-    settings = SETTINGS_OF_STAGE[row.stage] | {
+def make_trainer(
+    row: BenchRow,
+    fixture: Path,
+    steps: int,
+    folder: str,
+    seed: int = 0,
+    size: int = 0,
+    **more_settings: Any,
+) -> Any:
+    """The trainer of a row; its micro-batch has `size` rows."""
+    per_step = row.num_rows * max(1, row.num_generations)
+    size = size or MICRO_BATCH_SIZE[row.stage]
+    settings = SETTINGS_OF_STAGE[row.stage] | more_settings
+    settings |= {
         "output_dir": folder,
         "seed": seed,
         "max_steps": steps,
@@ -115,24 +136,69 @@ def make_trainer(row: BenchRow, fixture: Path, steps: int, folder: str, seed: in
     return trainer_of(row.stage, model, rows, settings, **more)
 
 
+def train(
+    row: BenchRow, fixture: Path, steps: int, seed: int = 0, size: int = 0, **settings: Any
+) -> dict[str, Any]:
+    """Step times, the mean loss, what the first step logged, and GRPO's mean completion length."""
+    timer = StepTimer()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(row, fixture, steps, folder, seed, size, **settings)
+        trainer.add_callback(timer)
+        result = trainer.train()
+    log = trainer.state.log_history
+    record = {"step_seconds": timer.seconds, "loss": result.training_loss}
+    if settings.get("logging_first_step"):
+        record |= {"loss": log[0]["loss"], "grad_norm": log[0]["grad_norm"]}
+    if row.stage == "grpo":  # the record at the end averages over all steps that were not logged
+        record["completion_length"] = float(log[-1][LENGTH_METRIC])
+    return record
+
+
+def tune(arguments: argparse.Namespace) -> None:
+    """Train at every micro-batch, then at the fastest with each extra; a line each, at once."""
+    row, seconds = EVERY_ROW[arguments.row], {}
+    has_liger = importlib.util.find_spec("liger_kernel") is not None
+    extras = [name for name in arguments.extras if has_liger or name != "use_liger_kernel"]
+    for size, extra in [*((size, "") for size in arguments.sizes), *((0, name) for name in extras)]:
+        size = size or min(seconds, key=seconds.__getitem__, default=0)
+        settings = {"logging_first_step": True} | (GPU_SETTINGS if arguments.gpu else {})
+        settings |= {extra: True} if extra else {}
+        settings |= {"precompute_ref_batch_size": size} if row.stage == "dpo" else {}
+        record: dict[str, Any] = {"variant": f"{size} rows" + f", {extra}" * bool(extra)}
+        gc.collect()
+        if arguments.gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            record |= train(row, arguments.fixture, arguments.steps, 0, size, **settings)
+            if not extra:
+                seconds[size] = median(record["step_seconds"][row.warmup :])
+            peak = torch.cuda.max_memory_allocated() / 1e9 if arguments.gpu else peak_resident_gb()
+            record["peak_gb"] = peak
+        except Exception as error:  # as for memory: the other sizes may fit
+            record["error"] = gist(error)
+        with arguments.output.open("a") as file:
+            file.write(json_line(record))
+
+
 def main() -> None:
-    """Train and write step times, the mean loss and the mean completion length."""
+    """Train and write what `train` returns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--row", choices=EVERY_ROW, required=True)
     parser.add_argument("--fixture", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", action="store_true", help="bfloat16 on a GPU; with --sizes")
+    parser.add_argument("--sizes", type=int, nargs="*", help="rows of a micro-batch: `tune`")
+    extras_help = "settings to try at the fastest of them"
+    parser.add_argument("--extras", nargs="*", default=[], help=extras_help)
     arguments = parser.parse_args()
-    row, timer = EVERY_ROW[arguments.row], StepTimer()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(row, arguments.fixture, arguments.steps, folder, arguments.seed)
-        trainer.add_callback(timer)
-        result = trainer.train()
-    record = {"step_seconds": timer.seconds, "loss": result.training_loss}
-    if row.stage == "grpo":
-        # Without logging, the one record at the end averages over all steps.
-        record["completion_length"] = float(trainer.state.log_history[-1][LENGTH_METRIC])
+    if arguments.sizes:
+        tune(arguments)
+        return
+    row = EVERY_ROW[arguments.row]
+    record = train(row, arguments.fixture, arguments.steps, arguments.seed)
     arguments.output.write_text(json.dumps(record) + "\n")
 
 

@@ -1,0 +1,1 @@
+"""Speed of every stage on one GPU, compared with TRL: `python -m experiments.bench.gpu`."""
