@@ -1,4 +1,4 @@
-"""The answer to an unknown flag: ours for one of TRL's, or one that is spelt almost so."""
+"""The answer to an unknown flag: ours for one of TRL's, or why there is none, or the nearest."""
 
 import re
 from collections.abc import Sequence
@@ -8,15 +8,27 @@ from common.errors import ROOT, hint
 
 PAGE = ROOT / "docs" / "from-trl.md"  # its tables have TRL's and transformers' flags, and ours
 ROW = re.compile(r"^\| (`.+?) \| (`--.+?) \|", re.MULTILINE)
+ABSENT = re.compile(r"^- ((?:`\w+`[,\s]*)+):\s(.+?)\.$", re.MULTILINE | re.DOTALL)
+
+
+def page() -> str:
+    """The text of the page; empty without it."""
+    return PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
 
 
 def counterparts(name: str, flags: Sequence[str]) -> list[str]:
     """Those of a script's flags that do what a flag of TRL does; none if they are not all there."""
-    for theirs, ours in ROW.findall(PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""):
+    for theirs, ours in ROW.findall(page()):
         names = re.findall(r"--(\w+)", ours)
         if f"`{name}`" in theirs and {*names} <= {*flags}:
             return names
     return []
+
+
+def why_absent(name: str) -> str:
+    """Why no flag does what a flag of TRL does, as the page has it; empty for other names."""
+    reasons = (why for names, why in ABSENT.findall(page()) if f"`{name}`" in names)
+    return " ".join(next(reasons, "").split())
 
 
 def answer(words: Sequence[Any], flags: Sequence[str]) -> str:
@@ -29,6 +41,8 @@ def answer(words: Sequence[Any], flags: Sequence[str]) -> str:
     if ours := counterparts(name, flags):
         here = " and ".join(f"--{flag}" for flag in ours)
         advice = f": TRL's {name} is {here} here, see docs/from-trl.md"
+    elif why := why_absent(name):
+        advice = f": TRL's {name} is not here: {why}; see docs/from-trl.md"
     elif name.endswith((".yaml", ".yml")):
         advice = f": a recipe is given as --config {word}"
     else:

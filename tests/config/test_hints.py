@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from common.config.hints import counterparts
+from common.config.hints import counterparts, why_absent
 from common.config.parser import parse
 from common.errors import UserError
 from experiments.stages import config_class
@@ -130,9 +130,20 @@ def test_a_flag_of_trl_is_answered_with_ours(script: str, flag: str, ours: str) 
     assert refusal(script, flag) == f"unknown argument '--{name}': TRL's {told}"
 
 
-def test_a_flag_that_the_script_has_no_counterpart_of_is_looked_up_in_the_help() -> None:
-    for flag in ("--loss_type", "--packing", "--zzz"):
-        assert refusal("train_sft.py", flag).endswith("(see --help for the flags).")
+def test_a_flag_that_nothing_here_replaces_is_answered_with_the_reason() -> None:
+    absent = [row for row in read_page() if row.here == "\N{EN DASH}"]
+    for row in absent:
+        assert why_absent(row.flag), row
+        assert why_absent(row.flag).replace("`", "") in {
+            other.note.replace("`", "").removesuffix(".") for other in absent
+        }
+    sentence = "unknown argument '--packing': TRL's packing is not here: --micro_batch_tokens fills"
+    assert refusal("train_sft.py", "--packing", "true").startswith(sentence)
+
+
+def test_a_flag_that_nobody_knows_is_looked_up_in_the_help() -> None:
+    assert not why_absent("zzz")
+    assert refusal("train_sft.py", "--zzz").endswith("(see --help for the flags).")
 
 
 def test_all_unknown_flags_of_a_pasted_command_are_named_at_once() -> None:
