@@ -96,9 +96,7 @@ def main(config: EvaluateConfig) -> None:
         if rows.pairs:
             logps = split.score_examples(policy, scored, config, vocabulary, "scoring pairs")
             if path in config.policies:
-                by_kind = measure.policy_scores(
-                    policy, logps, reference, scored, run_rewards[path], config, vocabulary
-                )
+                by_kind = measure.policy_scores(logps, reference, scored, run_rewards[path], config)
                 table.add({f"{names[path]} {kind}": each for kind, each in by_kind.items()})
                 score_names[path] = f"{names[path]} {next(iter(by_kind))}"
         if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing

@@ -6,10 +6,8 @@
 with log-probabilities summed over the completion, stop token included, and label smoothing e
 ("conservative DPO"; 0 is the paper's loss). The reference is the starting policy, frozen. Further
 losses are chosen by `loss_type`, one or a weighted sum of several: `common.losses.preference_loss`
-has their formulas. Two options change any of them:
+has their formulas. One option changes any of them:
 
-    ld_alpha < 1:   in log pi and log ref the longer completion's tokens beyond the shorter one's
-                    length are weighted by ld_alpha (LD-DPO, Liu et al. 2024)
     sft_weight > 0: loss - sft_weight log pi(y_w|x) / |y_w|    (RPO, Pang et al. 2024, eq. 1)
 
 With `pairs_from rollouts` the pairs are made here (RSO, Liu et al. 2023): the starting policy
@@ -32,7 +30,6 @@ grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their diff
 
 import gc
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +39,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from common import data, distributed, launch, self_checks
 from common.data import Example
 from common.evaluation import pair_scores, split
-from common.evaluation.pair_scores import pair_logps
 from common.forward import Policy
 from common.losses import preference_loss, sequence_logps
 from common.model import fsdp, load
@@ -70,7 +66,6 @@ def main(config: DPOConfig) -> None:
     train_set, eval_set = load_pairs(config, vocabulary, configs[0], mesh, is_resumed=is_resumed)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
-    shared_lengths = pair_scores.shorter_lengths(train_set)  # (rows,)
     shown = one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
 
     # Frozen reference, which scores pairs ahead of training and can then be freed
@@ -104,13 +99,11 @@ def main(config: DPOConfig) -> None:
 
     def evaluate(step: int) -> None:
         if eval_set:
-            score = partial(pair_logps, policy, eval_set, config, vocabulary, "scoring pairs")
-            logps = score(config.ld_alpha)  # (rows, 2)
-            sums = score() if config.ld_alpha < 1 and config.sft_weight else logps
-            ref_logps = reference.held_out
+            logps = split.score_examples(policy, eval_set, config, vocabulary, "scoring pairs")
+            ref_logps = reference.held_out  # (rows, 2), as logps
             ref_logps = torch.zeros_like(logps) if ref_logps is None else ref_logps
             lengths = data.lengths(eval_set)[:, 1:]
-            losses = pair_losses(logps, ref_logps, sums, lengths, config)
+            losses = pair_losses(logps, ref_logps, lengths, config)
             rewards = config.implicit_reward(logps, ref_logps, lengths)
             run.logger.log(step, pair_scores.held_out_metrics(rewards, losses))
 
@@ -127,18 +120,15 @@ def main(config: DPOConfig) -> None:
             batch = batch.to(distributed.device())
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
             token_logps, mask = policy(batch).token_logps, batch.completion_mask  # (B, C)
-            shared = shared_lengths[batch.slots // 2]  # (B,)
-            logps = sequence_logps(token_logps, mask, shared, ld_alpha=config.ld_alpha)
-            logps = logps.view(-1, 2)  # (N, 2): chosen, rejected
+            logps = sequence_logps(token_logps, mask).view(-1, 2)  # (N, 2): chosen, rejected
             ref_logps = reference.of_batch(batch)  # (N, 2)
             lengths = mask.sum(-1).clamp(min=1).view(-1, 2)  # (N, 2)
-            sums = token_logps.sum(-1).view(-1, 2)  # (N, 2) nats
-            losses = pair_losses(logps, ref_logps, sums, lengths, config)  # (N,)
+            losses = pair_losses(logps, ref_logps, lengths, config)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()
             run.metrics.add("loss", loss * num_pairs, real.sum())
-            run.metrics.add("chosen_logp", (sums[:, 0] * real).sum(), real.sum())
-            run.metrics.add("rejected_logp", (sums[:, 1] * real).sum(), real.sum())
+            run.metrics.add("chosen_logp", (logps[:, 0] * real).sum(), real.sum())
+            run.metrics.add("rejected_logp", (logps[:, 1] * real).sum(), real.sum())
             rewards = config.implicit_reward(logps, ref_logps, lengths)  # (N, 2)
             pair_scores.add_pair_metrics(run.metrics, rewards, real)
         run.update()
@@ -177,9 +167,8 @@ def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example
 
 
 def pair_losses(
-    logps: Tensor,  # (N, 2) nats under the policy, chosen first; tails weighted by `ld_alpha`
+    logps: Tensor,  # (N, 2) nats under the policy, chosen first
     ref_logps: Tensor,  # (N, 2) the same under the reference
-    sums: Tensor,  # (N, 2) under the policy, unweighted
     lengths: Tensor,  # (N, 2) tokens
     config: DPOConfig,
 ) -> Tensor:
@@ -199,7 +188,7 @@ def pair_losses(
         )
         for loss_type, weight in zip(config.loss_type, weights, strict=True)
     ]
-    return torch.stack(losses).sum(0) - config.sft_weight * sums[:, 0] / lengths[:, 0]
+    return torch.stack(losses).sum(0) - config.sft_weight * logps[:, 0] / lengths[:, 0]
 
 
 if __name__ == "__main__":

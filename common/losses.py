@@ -161,20 +161,9 @@ def preference_loss(
     return _PREFERENCE[loss_type](logits, beta, label_smoothing, gamma)
 
 
-def sequence_logps(
-    token_logps: Tensor, completion_mask: Tensor, shared_lengths: Tensor, *, ld_alpha: float = 1.0
-) -> Tensor:
-    """Log-probability (B,) of each completion, whose tail counts less: LD-DPO (Liu et al. 2024).
-
-        sum_{t <= l} log pi(y_t | x, y_<t) + ld_alpha sum_{t > l} log pi(y_t | x, y_<t)
-
-    where l, `shared_lengths` (B,), is the length of the pair's shorter completion: what the longer
-    one has beyond it is the part by which DPO prefers length. An `ld_alpha` of 1 is the plain sum,
-    0 ignores the tail. Completion tokens are each row's first columns.
-    """
-    columns = torch.arange(token_logps.shape[1], device=token_logps.device)
-    weights = torch.where(columns < shared_lengths[:, None], 1.0, ld_alpha)  # (B, C)
-    return masked_sum(precise(token_logps) * weights, completion_mask, 1)
+def sequence_logps(token_logps: Tensor, completion_mask: Tensor) -> Tensor:
+    """Log-probability (B,) of each completion: the sum over its tokens (B, C)."""
+    return masked_sum(precise(token_logps), completion_mask, 1)
 
 
 # --- policy optimisation --------------------------------------------------------------------------

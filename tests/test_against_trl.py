@@ -123,20 +123,6 @@ def test_dpo_with_an_sft_term():
     assert_same(ours, trl_code.dpo_loss(logps, REF, MASK, beta=0.3, **settings), logps)
 
 
-def test_ld_dpo():
-    logps = policy_logps()
-    shared = torch.minimum(*LENGTHS.chunk(2)).repeat(2)
-    options = {"shared_lengths": shared, "ld_alpha": 0.25}
-    pairs = [
-        half
-        for token_logps in (logps, REF)
-        for half in losses.sequence_logps(token_logps, MASK, **options).chunk(2)
-    ]
-    ours = losses.preference_loss(*pairs, beta=0.3).mean()
-    trl = trl_code.dpo_loss(logps, REF, MASK, beta=0.3, loss_types=["sigmoid"], ld_alpha=0.25)
-    assert_same(ours, trl, logps)
-
-
 WITHOUT_REFERENCE = [
     ({"loss_type": "sigmoid", "label_smoothing": 0.2}, {"label_smoothing": 0.2}),
     ({"loss_type": "ipo"}, {}),

@@ -198,16 +198,13 @@ def test_dpo_is_stationary_at_the_optimum_of_the_regularised_reward():
         assert gradient(other).abs().max() > 0.01
 
 
-def test_tokens_beyond_the_shorter_completion_count_alpha():
+def test_what_follows_a_completion_is_not_in_its_log_probability():
     logps = torch.tensor([[-1.0, -2.0, -4.0, -8.0], [-16.0, -32.0, -torch.inf, torch.nan]])
     mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
-    shared = torch.tensor([2, 2])
-    close(losses.sequence_logps(logps, mask, shared, ld_alpha=0.25), [-3 - 0.25 * 12, -48.0])
-    close(losses.sequence_logps(logps, mask, shared, ld_alpha=0.0), [-3.0, -48.0])
-    close(losses.sequence_logps(logps, mask, shared), [-15.0, -48.0])
+    close(losses.sequence_logps(logps, mask), [-15.0, -48.0])
     leaf = logps.clone().requires_grad_()
-    losses.sequence_logps(leaf, mask, shared, ld_alpha=0.25).sum().backward()
-    close(leaf.grad, [[1.0, 1.0, 0.25, 0.25], [1.0, 1.0, 0.0, 0.0]])
+    losses.sequence_logps(leaf, mask).sum().backward()
+    close(leaf.grad, [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]])
 
 
 # ---- KL ------------------------------------------------------------------------------------------

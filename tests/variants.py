@@ -114,7 +114,6 @@ VARIANTS: dict[str, list[Flags]] = {
         {"loss_type": ["sigmoid", "ipo", "hinge"], "loss_weights": [1.0, 0.02, 0.5]},
         {"reference_free": True},
         {"sft_weight": 0.3},
-        {"ld_alpha": 0.5},
         {"ref_model_name_or_path": "OTHER"},
         {**ROLLOUTS, "num_candidates": 6, "num_generations": 2, "rejection_temperature": 0.3},
         {**ROLLOUTS, "pair_method": "best_worst", "temperature": 0.7},

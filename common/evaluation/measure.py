@@ -14,7 +14,7 @@ from common.config.stages import CommonConfig
 from common.data import Example
 from common.evaluation.accuracy import Floats
 from common.evaluation.config import EvaluateConfig
-from common.evaluation.pair_scores import ImplicitReward, pair_logps
+from common.evaluation.pair_scores import ImplicitReward
 from common.evaluation.records import BASELINES, Generation
 from common.evaluation.split import score_examples
 from common.forward import Policy
@@ -40,28 +40,19 @@ class Reference:
 
 
 def policy_scores(
-    policy: Policy,
     logps: Tensor,
     reference: Reference | None,
     pairs: Sequence[Example],
     reward: ImplicitReward,
     config: EvaluateConfig,
-    vocabulary: Vocabulary,
 ) -> dict[str, Floats]:
-    """Scores (N, 2) of a policy on N pairs by each kind of `--policy_scores`. Collective.
+    """Scores (N, 2) of a policy on N pairs by each kind of `--policy_scores`.
 
     `logp_per_token` is the log-probability divided by the completion's length. The implicit reward
-    is that of the run's training: where tails count `ld_alpha`, policy and reference score the
-    pairs again. Where it needs a reference and there is none, as for the reference itself, whose
-    ratios are 0 everywhere, the log-probability takes its place, as kind `logp`. `logps` (N, 2) are
-    the policy's, in nats.
+    is that of the run's training. Where it needs a reference and there is none, as for the
+    reference itself, whose ratios are 0 everywhere, the log-probability takes its place, as kind
+    `logp`. `logps` (N, 2) are the policy's, in nats.
     """
-
-    def weighted(model: Policy, unweighted: Tensor) -> Tensor:
-        if reward.ld_alpha == 1:
-            return unweighted
-        return pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
-
     lengths = data.lengths(pairs)[:, 1:]  # (N, 2)
     scores: dict[str, Floats] = {}
     for kind in config.policy_scores:
@@ -70,10 +61,7 @@ def policy_scores(
         elif reward.needs_reference and reference is None:
             scores["logp"] = logps.numpy()
         else:
-            ref_logps = None
-            if reward.needs_reference and reference and reference.logps is not None:
-                ref_logps = weighted(reference.policy, reference.logps)
-            scores[kind] = reward(weighted(policy, logps), ref_logps, lengths).numpy()
+            scores[kind] = reward(logps, reference.logps if reference else None, lengths).numpy()
     return scores
 
 

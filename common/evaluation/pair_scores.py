@@ -1,41 +1,18 @@
 """Pairs: log-probabilities and implicit rewards of their completions, and the metrics of these."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from common import data, distributed
-from common.config.stages import CommonConfig, TrainConfig
+from common.config.stages import TrainConfig
 from common.data import Example
-from common.evaluation.split import score_batches, score_examples
-from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, sequence_logps, wins
-from common.padding import AnyBatch
+from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, wins
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.record.metrics import Accumulator
-
-
-def shorter_lengths(examples: Sequence[Example]) -> Tensor:
-    """Tokens of the shorter completion of each pair, (rows,) on the device."""
-    shorter: Tensor = data.lengths(examples)[:, 1:].amin(1)
-    return shorter.to(distributed.device())
-
-
-def tail_weighted_logps(
-    model: nn.Module, batches: Iterable[AnyBatch], pairs: Sequence[Example], ld_alpha: float
-) -> Tensor:
-    """Log-probabilities (N, 2) of N pairs in these batches; tails count `ld_alpha`. Collective."""
-    shared_lengths = shorter_lengths(pairs)  # (N,)
-
-    def score(model: nn.Module, batch: AnyBatch) -> Tensor:
-        shared = shared_lengths[batch.slots // 2]  # (B,)
-        token_logps = model(batch).token_logps  # (B, C)
-        return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
-
-    return score_batches(model, batches, 2 * len(pairs), score).view(-1, 2)
 
 
 @dataclass(frozen=True)
@@ -50,7 +27,6 @@ class ImplicitReward:
     loss_type: Sequence[str] = ("sigmoid",)  # one or several of `PREFERENCE_LOSSES`
     beta: float = 1.0
     reference_free: bool = False  # every completion is as likely in the reference
-    ld_alpha: float = 1.0  # weight of tokens beyond the shorter completion's length in log-probs
 
     @property
     def needs_reference(self) -> bool:
@@ -58,28 +34,11 @@ class ImplicitReward:
         return not self.reference_free and not set(self.loss_type) <= set(REFERENCE_FREE_LOSSES)
 
     def __call__(self, logps: Tensor, ref_logps: Tensor | None, lengths: Tensor) -> Tensor:
-        """Rewards (N, 2) by `sequence_logps` (N, 2) and lengths (N, 2) in tokens."""
+        """Rewards (N, 2) by log-probabilities (N, 2) and lengths (N, 2) in tokens."""
         if self.needs_reference and ref_logps is not None:
             logps = logps - ref_logps
         is_per_token = set(self.loss_type) <= set(PER_TOKEN_LOSSES)
         return self.beta * (logps / lengths if is_per_token else logps)
-
-
-def pair_logps(
-    policy: nn.Module,
-    pairs: Sequence[Example],
-    config: CommonConfig,
-    vocabulary: Vocabulary,
-    title: str,
-    ld_alpha: float = 1.0,
-) -> Tensor:
-    """Log-probabilities (N, 2) of N pairs; tails count `ld_alpha`. Collective."""
-    if ld_alpha == 1:
-        return score_examples(policy, pairs, config, vocabulary, title)
-    # Where tails begin depends on the other completion of the row, so no row is left out.
-    rows = list(range(distributed.rank(), len(pairs), distributed.world_size()))
-    batches = data.micro_batches(pairs, rows, config, vocabulary)
-    return tail_weighted_logps(policy, batches, pairs, ld_alpha)
 
 
 def held_out_metrics(scores: Tensor, losses: Tensor) -> dict[str, float]:

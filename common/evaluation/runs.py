@@ -35,7 +35,7 @@ def run_cost(run_dir: Path, last_step: float = math.inf) -> dict[str, float]:
 def reward_of_run(path: str) -> ImplicitReward:
     """The reward by which the run that wrote a policy judges pairs; of no run log(pi / ref)."""
     settings = config_of_run(path)
-    names = ("loss_type", "reference_free", "ld_alpha")
+    names = ("loss_type", "reference_free")
     is_dpo = all(name in settings for name in names)
     options = {name: settings[name] for name in names} if is_dpo else {}
     return ImplicitReward(beta=settings.get("beta") or 1.0, **options)

@@ -14,7 +14,7 @@ from common.config.flags import (
 from common.config.stages import RowsConfig, TrainConfig
 from common.errors import UserError
 from common.evaluation.pair_scores import ImplicitReward
-from common.losses import PER_TOKEN_LOSSES, PREFERENCE_LOSSES, SMOOTHED_LOSSES
+from common.losses import PREFERENCE_LOSSES, SMOOTHED_LOSSES
 from common.sampling.vllm.config import EngineConfig
 
 PAIR_METHODS = ("rso_tournament", "best_worst", "all")
@@ -62,9 +62,6 @@ class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfi
     )
     label_smoothing: float = flag(0.0, "assumed share of wrongly labelled pairs", ge=0, lt=0.5)
     gamma: float = flag(0.0, "simpo: margin by which the chosen reward should be the higher", ge=0)
-    ld_alpha: float = flag(
-        1.0, "weight of tokens beyond the length of the shorter completion", ge=0, le=1
-    )
     sft_weight: float = flag(
         0.0, "weight of the chosen completion's mean negative log-likelihood", ge=0
     )
@@ -91,7 +88,7 @@ class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfi
     @property
     def implicit_reward(self) -> ImplicitReward:
         """What pairs are judged by."""
-        return ImplicitReward(self.loss_type, self.beta, self.reference_free, self.ld_alpha)
+        return ImplicitReward(self.loss_type, self.beta, self.reference_free)
 
     @property
     def needs_reference(self) -> bool:
@@ -102,7 +99,6 @@ class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfi
 def refuse_losses(config: DPOConfig) -> None:
     """Raise a UserError for options of the objective that do not go together."""
     unsmoothed = [name for name in config.loss_type if name not in SMOOTHED_LOSSES]
-    per_token = [name for name in config.loss_type if name in PER_TOKEN_LOSSES]
     if config.loss_weights and len(config.loss_weights) != len(config.loss_type):
         raise config.refused("loss_weights", "empty, or one number for each --loss_type")
     if config.label_smoothing and unsmoothed:
@@ -110,9 +106,6 @@ def refuse_losses(config: DPOConfig) -> None:
         raise config.refused("label_smoothing", f"0 {where}")
     if config.gamma and "simpo" not in config.loss_type:
         raise config.refused("gamma", "0 without --loss_type simpo")
-    if config.ld_alpha < 1 and per_token:
-        where = f"with --loss_type {per_token[0]}, which divides by the length instead"
-        raise config.refused("ld_alpha", f"1 {where}")
 
 
 def refuse_rollouts(config: RolloutPairConfig) -> None:

@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, self_checks
 from common.data import Example
-from common.evaluation import pair_scores, split
-from common.evaluation.pair_scores import pair_logps
-from common.forward import Policy
+from common.evaluation import split
+from common.forward import Policy, sequence_scores
 from common.model import fsdp, load
 from common.padding import AnyBatch
 from common.text.example import Vocabulary
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 class ReferenceScores:
     """Log-probabilities of pairs under the frozen reference, None where no loss needs them.
 
-    Chosen comes first. In `train` and `held_out` tails are weighted by `ld_alpha`.
+    Chosen comes first.
     """
 
     train: Tensor | None = None  # (rows, 2) float32 on the device
@@ -82,14 +81,14 @@ def load_reference(
     scores.shown = token_records.token_logps(reference, shown, config, vocabulary)
     if eval_set:
         held_out = partial(
-            pair_logps, reference, eval_set, config, vocabulary, "reference", config.ld_alpha
+            split.score_examples, reference, eval_set, config, vocabulary, "reference"
         )
-        key = scores_key(eval_set, config, scores.first)
+        key = scores_key(eval_set, scores.first)
         rows: Sequence[int] = range(len(eval_set))
         scores.held_out = kept_logps(config, "held_out", held_out, rows, key, is_resumed)
     train = partial(training_logps, reference, train_set, order, config, vocabulary)
     rows = order.rows_until(order.total_steps(config))
-    key = scores_key(train_set, config, scores.first)
+    key = scores_key(train_set, scores.first)
     logps = kept_logps(config, "train", train, rows, key, is_resumed)
     # A filler stands for row 0, which may be none of the rows.
     scores.train = logps.nan_to_num().float().to(distributed.device())
@@ -114,18 +113,18 @@ def training_logps(
         for step in distributed.progress_bar("reference", None, items=steps)
         for batch in data.micro_batches(train_set, order.rows(step), config, vocabulary)
     )
-    logps = pair_scores.tail_weighted_logps(reference, batches, train_set, config.ld_alpha)
+    logps = split.score_batches(reference, batches, 2 * len(train_set), sequence_scores)
     is_seen = torch.zeros(len(train_set), 1, dtype=torch.bool)
     is_seen[order.rows_until(len(steps))] = True
-    return logps.where(is_seen, torch.nan)
+    return logps.view(-1, 2).where(is_seen, torch.nan)
 
 
-def scores_key(examples: Sequence[Example], config: "DPOConfig", first: Tensor) -> str:
-    """Hash of all that the reference's scores depend on: tokens, `ld_alpha` and weights.
+def scores_key(examples: Sequence[Example], first: Tensor) -> str:
+    """Hash of all that the reference's scores depend on: tokens and weights.
 
     The scores `first` (1, 2) of the first training pair stand for the weights.
     """
-    digest = hashlib.sha256(repr((config.ld_alpha, first.tolist())).encode())
+    digest = hashlib.sha256(repr(first.tolist()).encode())
     for example in examples:
         digest.update(repr((example.prompt_ids, example.completions)).encode())
     return digest.hexdigest()

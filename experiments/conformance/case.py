@@ -39,11 +39,10 @@ class OurCase(Case):
         pairs = losses.bradley_terry_loss(*self.rewards.chunk(2), margin=torch.tensor(margin))
         return (pairs + centering * losses.centering_penalty(*self.rewards.chunk(2))).mean()
 
-    def preference(self, ld_alpha: float = 1.0, **options: Any) -> Tensor:
+    def preference(self, **options: Any) -> Tensor:
         chosen, rejected = self.mask.sum(1).chunk(2)
-        shared = torch.minimum(chosen, rejected).repeat(2)
         policy, reference = (
-            losses.sequence_logps(logps, self.mask, shared, ld_alpha=ld_alpha).chunk(2)
+            losses.sequence_logps(logps, self.mask).chunk(2)
             for logps in (self.logps, self.ref_logps)
         )
         options |= {"chosen_lengths": chosen, "rejected_lengths": rejected}

@@ -60,15 +60,15 @@ def test_readings_of_a_policy_by_hand():
     logps, ref_logps = torch.tensor([[-4.0, -6.0]]), torch.tensor([[-4.5, -4.5]])
     pairs = [Example(0, "p", [5], [[1, 2], [1, 2, 3]], {})]
     config: Any = SimpleNamespace(policy_scores=records.POLICY_SCORES)
-    policy: Any = None  # without ld_alpha it is not read
-    given = (pairs, ImplicitReward(), config, tiny.vocabulary())
+    given = (pairs, ImplicitReward(), config)
+    policy: Any = None  # it is not read
     reference = measure.Reference(policy, ref_logps)
-    read = measure.policy_scores(policy, logps, reference, *given)
+    read = measure.policy_scores(logps, reference, *given)
     assert {kind: scores.tolist() for kind, scores in read.items()} == {
         "implicit_reward": [[0.5, -1.5]],
         "logp_per_token": [[-2.0, -2.0]],
     }
-    itself = measure.policy_scores(policy, logps, None, *given)
+    itself = measure.policy_scores(logps, None, *given)
     assert {kind: scores.tolist() for kind, scores in itself.items()} == {
         "logp": [[-4.0, -6.0]],
         "logp_per_token": [[-2.0, -2.0]],
@@ -380,8 +380,8 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
         ("beta: 0", ImplicitReward()),
         ("[1]", ImplicitReward()),
         (
-            "{beta: 2, loss_type: [simpo], reference_free: false, ld_alpha: 0.5}",
-            ImplicitReward(["simpo"], 2, False, 0.5),
+            "{beta: 2, loss_type: [simpo], reference_free: false}",
+            ImplicitReward(["simpo"], 2, False),
         ),
     ],
 )

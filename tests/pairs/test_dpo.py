@@ -24,7 +24,6 @@ import train_reward
 from common import losses
 from common.data import BatchOrder, Example
 from common.errors import UserError
-from common.evaluation import pair_scores
 from common.evaluation.config import EvaluateConfig
 from common.forward import Policy, RewardModel
 from common.model import load
@@ -60,7 +59,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "loss_type": ["sigmoid", "ipo", "hinge"],
         "loss_weights": [1.0, 0.02, 0.5],
         "sft_weight": 0.3,
-        "ld_alpha": 0.25,
         "ref_model_name_or_path": "FOLDER/other",
     },
     "per_token": {
@@ -227,20 +225,14 @@ def softplus(value: float) -> float:
     return math.log1p(math.exp(-abs(value))) + max(value, 0.0)
 
 
-def tail(tokens: list[float], other: list[float], alpha: float) -> float:
-    shared = min(len(tokens), len(other))
-    return sum(tokens[:shared]) + alpha * sum(tokens[shared:])
-
-
-def gap(pair: Pair, alpha: float = 1.0) -> float:
-    """D: chosen minus rejected, policy minus reference, tails at alpha."""
-    policy = tail(pair.chosen, pair.rejected, alpha) - tail(pair.rejected, pair.chosen, alpha)
-    reference = tail(pair.ref_chosen, pair.ref_rejected, alpha)
-    return policy - reference + tail(pair.ref_rejected, pair.ref_chosen, alpha)
+def gap(pair: Pair) -> float:
+    """D: chosen minus rejected, policy minus reference."""
+    policy = sum(pair.chosen) - sum(pair.rejected)
+    return policy - (sum(pair.ref_chosen) - sum(pair.ref_rejected))
 
 
 def sum_of_losses(pair: Pair) -> float:
-    d, beta = gap(pair, 0.25), 0.1
+    d, beta = gap(pair), 0.1
     sigmoid, ipo, hinge = softplus(-beta * d), (d - 1 / (2 * beta)) ** 2, max(0.0, 1 - beta * d)
     return sigmoid + 0.02 * ipo + 0.5 * hinge - 0.3 * mean(pair.chosen)
 
@@ -299,8 +291,7 @@ def test_a_filler_is_no_loss_where_its_row_was_not_scored(runs):
 JUDGED: dict[str, dict[str, Any]] = {  # one of the losses of sums, and each per token
     name: {"loss_type": [name]} for name in ("sigmoid", *losses.PER_TOKEN_LOSSES)
 }
-JUDGED |= {"tails": {"ld_alpha": 0.25}, "free": {"reference_free": True}}
-JUDGED |= {"sum": {"loss_type": ["simpo", "sigmoid"]}}
+JUDGED |= {"free": {"reference_free": True}, "sum": {"loss_type": ["simpo", "sigmoid"]}}
 
 
 @pytest.mark.usefixtures("process_group", "without_pictures")
@@ -406,7 +397,7 @@ def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(from_rollouts, "pairs_from_rollouts", refuse)
-        patch.setattr(pair_scores, "tail_weighted_logps", refuse)
+        patch.setattr(reference, "training_logps", refuse)
         train_dpo.main(DPOConfig(**flags))
         assert weights.read_bytes() == whole
         assert untimed_lines(tmp_path / "run") == lines
@@ -461,15 +452,15 @@ def test_losses_are_weighted_and_summed_by_hand():
     ref_logps = torch.tensor([[-11.0, -13.0]])  # D = 2
     lengths = torch.tensor([[2, 4]])
     fields = {"loss_type": ["sigmoid", "ipo", "hinge"], "loss_weights": [2.0, 0.5, 4.0]}
-    value = pair_losses(logps, ref_logps, logps, lengths, config(beta=0.25, **fields))
+    value = pair_losses(logps, ref_logps, lengths, config(beta=0.25, **fields))
     expected = 2 * softplus(-0.5) + 0.5 * (2 - 2) ** 2 + 4 * 0.5
     torch.testing.assert_close(value, torch.tensor([expected]))
     twice = config(beta=0.25, loss_type=["hinge"] * 2)
-    unweighted = pair_losses(logps, ref_logps, logps, lengths, twice)
+    unweighted = pair_losses(logps, ref_logps, lengths, twice)
     torch.testing.assert_close(unweighted, torch.tensor([1.0]))
     with_sft = config(beta=0.25, loss_type=["hinge"], sft_weight=0.4)
-    value = pair_losses(logps, ref_logps, logps - 1, lengths, with_sft)
-    torch.testing.assert_close(value, torch.tensor([0.5 + 0.4 * 11 / 2]))
+    value = pair_losses(logps, ref_logps, lengths, with_sft)
+    torch.testing.assert_close(value, torch.tensor([0.5 + 0.4 * 10 / 2]))
 
 
 def test_which_runs_need_a_reference():
@@ -489,8 +480,6 @@ REFUSED = [
     ({"loss_type": ["sigmoid", "ipo"], "label_smoothing": 0.1}, "must be 0 with --loss_type ipo"),
     ({"gamma": 0.5}, "--gamma is 0.5; it must be 0 without --loss_type simpo"),
     ({"gamma": -0.5, "loss_type": ["simpo"]}, "--gamma is -0.5"),
-    ({"ld_alpha": 1.5}, "--ld_alpha is 1.5; it must be at least 0 and at most 1"),
-    ({"ld_alpha": 0.5, "loss_type": ["simpo"]}, "--ld_alpha is 0.5; it must be 1"),
     ({"sft_weight": -1.0}, "--sft_weight is -1.0"),
     ({"pairs_from": "rollouts"}, "--reward_funcs is required"),
     ({**ROLLOUT_FLAGS, "num_generations": 3}, f"--num_generations is 3; {EVEN}"),
@@ -522,12 +511,11 @@ def test_only_scores_of_the_same_pairs_and_reference_are_kept(tmp_path):
     run = replace(config(), output_dir=str(tmp_path))
     first, pair = torch.tensor([[-1.0, -2.0]]), Example(0, "a", [5], [[6, 0], [7, 0]], {})
     others = [
-        reference.scores_key([pair], run, first + 1e-6),
-        reference.scores_key([pair], replace(run, ld_alpha=0.5), first),
-        reference.scores_key([replace(pair, completions=[[6, 0], [8, 0]])], run, first),
-        reference.scores_key([pair, pair], run, first),
+        reference.scores_key([pair], first + 1e-6),
+        reference.scores_key([replace(pair, completions=[[6, 0], [8, 0]])], first),
+        reference.scores_key([pair, pair], first),
     ]
-    key = reference.scores_key([pair], run, first)
+    key = reference.scores_key([pair], first)
     reference.kept_logps(run, "train", lambda: first, [0], key, is_resumed=False)
     for now, expected in ((key, first), *((other, first - 1) for other in others)):
         logps = reference.kept_logps(run, "train", lambda: first - 1, [0], now, is_resumed=True)
