@@ -180,7 +180,7 @@ class Run:
 
         Raises:
             UserError: the model could not be written; a checkpoint of the last step is kept.
-            RuntimeError: the model is written, and a hook or the upload failed.
+            RuntimeError: the model is written, and a hook failed.
         """
         last = self.total_steps
         self.checkpointer.stop_if_asked(last, at_once=True)
@@ -224,14 +224,12 @@ class Run:
         return reward_shift
 
     def publish(self) -> None:
-        """Draw the curves, upload the model if asked to, and mark the run as finished."""
-        from common.checkpoint import push
+        """Draw the curves, and mark the run as finished."""
         from common.record.run_folder import mark_finished
         from common.report import plots
 
         output_dir = self.checkpointer.output_dir
         plots.plot_run(output_dir)
-        push.push(output_dir, self.config)
         if distributed.is_rank0():
             mark_finished(output_dir)
         curves = output_dir / "plots" / "curves.png"

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 from common import distributed
-from common.checkpoint import push
 from common.errors import UserError
 from common.model import load
 from common.record.jsonl import json_line, write_atomically
@@ -36,7 +35,6 @@ def start(chain: Iterable[Stage]) -> None:
     distributed.start()
     replaced: list[tuple[Any, str, Any]] = [(load, "load", come_to_weights)]
     replaced += [(RewardFunctions, "load", come_to_weights), (stages, "run", start_stage)]
-    replaced += [(push, "prepare", lambda _: None)]  # nothing is made on the hub
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
         for owner, name, new in replaced:

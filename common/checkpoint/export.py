@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.dynamic_module_utils import custom_object_save
 
 from common import distributed
-from common.checkpoint import hf_folder, layout, push
+from common.checkpoint import hf_folder, layout
 from common.checkpoint.sharded_state import cause
-from common.config.flags import HubFlags, ModelFlags, path_flag
+from common.config.flags import ModelFlags, path_flag
 from common.config.parser import parse
 from common.config.stages import TrainConfig
 from common.errors import UserError
@@ -118,7 +118,7 @@ def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
 
 
 def model_card(config: TrainConfig) -> str:
-    """The README.md on the hub: stage, base, data, and flags that change results, not defaults.
+    """The README.md of a model: stage, base, data, and flags that change results, not defaults.
 
     Of absolute paths it has the last two names.
     """
@@ -135,8 +135,7 @@ def model_card(config: TrainConfig) -> str:
         if not f.metadata["may_change"]
         and (value := getattr(config, f.name)) != f.metadata["default"]
     }
-    title = config.hub_model_id or Path(config.output_dir).name
-    start, data = map(short_path, sources)
+    title, start, data = Path(config.output_dir).name, *map(short_path, sources)
     return (
         f"---\n{header.to_yaml()}\n---\n\n# {title}\n\n{config.stage} of {start} on {data}.\n\n"
         f"```yaml\n{yaml.safe_dump(flags, sort_keys=False)}```\n"
@@ -154,7 +153,7 @@ def shortened(value: Any) -> Any:
 
 
 @dataclass
-class ExportConfig(HubFlags, ModelFlags):
+class ExportConfig(ModelFlags):
     """The checkpoint to export."""
 
     _what: ClassVar = "what"
@@ -182,10 +181,8 @@ def main(config: ExportConfig) -> None:
         raise UserError(f"{model} is there already; remove it or name another --output_dir.")
     distributed.quieten()
     config = hf_folder.with_folders(config)
-    push.prepare(config)
     hf_folder.export(checkpoint, output_dir, config, config.model_name_or_path)
     print(f"the model is in {model}", flush=True)
-    push.push(output_dir, config)
 
 
 if __name__ == "__main__":

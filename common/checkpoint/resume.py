@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.checkpoint import best, layout, push
+from common.checkpoint import best, layout
 from common.config.stages import MODEL_FOLDERS, TrainConfig
 from common.errors import UserError
 from common.record import output_lock
@@ -18,20 +18,18 @@ from common.shutdown import signals
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that `--resume_from_checkpoint` means, None to start at step 0. Collective.
 
-    It warns of a damaged one and takes the one before it. Rank 0 lists the folders for all ranks,
-    and creates the repository with `push_to_hub`.
+    It warns of a damaged one and takes the one before it. Rank 0 lists the folders for all ranks.
 
     Raises:
         Stopped: this run is finished already; so a list of commands can be repeated.
         UserError: the named folder is no whole checkpoint; or all are damaged; or `auto` finds one
             of a run with another config; or without a checkpoint, `output_dir` has a model of
-            another config or stage; or another run is writing to it; or the run cannot do at its
-            end what it is asked to: choose its best checkpoint, or write on the hub.
+            another config or stage; or another run is writing to it; or the run cannot choose its
+            best checkpoint.
     """
     best.refuse_impossible(config)
     if distributed.is_rank0():
         refuse_other_stage(config)
-        push.prepare(config)
     wanted = config.resume_from_checkpoint
     leave_finished(config)
     folders = locked_checkpoints(Path(config.output_dir))

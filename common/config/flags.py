@@ -140,19 +140,3 @@ class SampleTableFlags(OutputFlags):
 
     _logging: ClassVar = WATCHING
     sample_steps: int = free_flag(0, "steps between printed samples (0: at the end only)")
-
-
-@dataclass
-class HubFlags(OutputFlags):
-    """Upload of the exported model."""
-
-    _hub: ClassVar = "hub"
-    push_to_hub: bool = free_flag(False, "upload the exported model to hub_model_id, at the end")
-    hub_model_id: str = free_flag("", "repository to upload it to; made if it is not there")
-    hub_private_repo: bool = free_flag(False, "make it a private one")
-
-    def __post_init__(self) -> None:
-        """Refuse an upload without a repository."""
-        super().__post_init__()
-        if self.push_to_hub and not self.hub_model_id:
-            raise UserError("--hub_model_id is required with --push_to_hub: name/of-a-model.")

@@ -121,7 +121,7 @@ class RowsConfig(CommonConfig):
 
 
 @dataclass
-class TrainConfig(flags.HubFlags, RowsConfig):
+class TrainConfig(RowsConfig):
     """The flags of the four training stages."""
 
     stage: ClassVar[str]

@@ -1,6 +1,6 @@
 """A checkpoint becomes a plain folder by a command, and wherever a flag names one as a model.
 
-Every exported folder has a card; it is pushed to the hub if asked for, which is asked before.
+Every exported folder has a card.
 
 That the folder is the run's own is shown where there are whole runs: `test_resume.py`,
 `test_lora.py`.
@@ -10,9 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
-import huggingface_hub
 import pytest
 import tiny
 import torch
@@ -20,7 +18,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import distributed
-from common.checkpoint import export, hf_folder, layout, push
+from common.checkpoint import export, hf_folder, layout
 from common.checkpoint.checkpointer import Checkpointer
 from common.checkpoint.export import ExportConfig
 from common.config.stages import SFTConfig
@@ -136,29 +134,3 @@ def test_a_card_has_what_changes_results_and_no_path_of_this_machine(tmp_path: P
     assert str(tmp_path) not in text
     flags["model_name_or_path"] = str(tmp_path)
     assert "base_model:" not in export.model_card(SFTConfig(**flags, dataset_name="synthetic"))
-
-
-def test_the_hub_is_asked_before_and_given_the_model_and_the_adapter_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    api, refusal = mock.Mock(), OSError("401 Unauthorized. Please log in")
-    config = tiny.train_config(push_to_hub=True, hub_model_id="me/mine", hub_private_repo=True)
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
-    push.prepare(config)
-    assert api.mock_calls == [mock.call.create_repo("me/mine", private=True, exist_ok=True)]
-    (tmp_path / "model").mkdir()
-    (tmp_path / "adapter").mkdir()
-    push.push(tmp_path, config)
-    sent = [(c.kwargs["folder_path"], c.kwargs["path_in_repo"]) for c in api.mock_calls[1:]]
-    assert sent == [(str(tmp_path / "model"), "."), (str(tmp_path / "adapter"), "adapter")]
-    api.create_repo.side_effect = api.upload_folder.side_effect = refusal
-    with pytest.raises(UserError, match=r"\(401 Unauthorized\); log in with `hf auth login`"):
-        push.prepare(config)
-    with pytest.raises(RuntimeError, match="model is whole in .* `hf upload me/mine .*/model .` u"):
-        push.push(tmp_path, config)
-    api.reset_mock()
-    for step in (push.prepare, lambda c: push.push(tmp_path, c)):
-        step(tiny.train_config())  # not asked for
-    assert api.mock_calls == []
-    with pytest.raises(UserError, match="--hub_model_id is required"):
-        tiny.train_config(push_to_hub=True)
