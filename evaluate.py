@@ -90,13 +90,14 @@ def main(config: EvaluateConfig) -> None:
 
     # Score pairs with the policies, the reference first, and generate
     reference: Reference | None = None
-    scored = rows.pairs if config.score_stop_token else measure.without_stop(rows.pairs, vocabulary)
     for path, policy_config in policy_configs.items():
         policy, logps = load_policy(path, policy_config, config, mesh), None
         if rows.pairs:
-            logps = split.score_examples(policy, scored, config, vocabulary, "scoring pairs")
+            logps = split.score_examples(policy, rows.pairs, config, vocabulary, "scoring pairs")
             if path in config.policies:
-                by_kind = measure.policy_scores(logps, reference, scored, run_rewards[path], config)
+                by_kind = measure.policy_scores(
+                    logps, reference, rows.pairs, run_rewards[path], config
+                )
                 table.add({f"{names[path]} {kind}": each for kind, each in by_kind.items()})
                 score_names[path] = f"{names[path]} {next(iter(by_kind))}"
         if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing

@@ -33,9 +33,6 @@ class EvaluateConfig(EngineConfig):
         records.POLICY_SCORES,
         required=True,
     )
-    score_stop_token: bool = flag(
-        True, "count the stop token in a policy's scores (false: for one not trained to end so)"
-    )
 
     _generations: ClassVar = "generations"
     prompts_dataset_name: str = path_flag("", "rows to sample from (empty: dataset_name)")

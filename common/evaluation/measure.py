@@ -131,15 +131,6 @@ def completion_texts(pairs: Sequence[Example], vocabulary: Vocabulary) -> list[l
     ]
 
 
-def without_stop(pairs: Sequence[Example], vocabulary: Vocabulary) -> list[Example]:
-    """The pairs without the stop token that ends a completion, unless there is nothing else."""
-
-    def cut(ids: list[int]) -> list[int]:
-        return ids[:-1] if len(ids) > 1 and ids[-1] in vocabulary.stop_ids else ids
-
-    return [replace(pair, completions=list(map(cut, pair.completions))) for pair in pairs]
-
-
 # ---- completions ---------------------------------------------------------------------------------
 
 

@@ -329,19 +329,6 @@ def test_scores_are_those_of_transformers_on_single_texts(folders: Path, evaluat
         assert line["label_probability"] == row["label_probability"]
 
 
-@torch.no_grad()
-def test_the_stop_token_is_left_out_of_scores(folders: Path):
-    fields = {"policy_scores": ["logp_per_token"], "score_stop_token": False, "num_prompts": 0}
-    folder = evaluate_pairs(folders, "second", ["dpo"], **fields)
-    table = records.read_scores(folder / "scores.jsonl")
-    lm = AutoModelForCausalLM.from_pretrained(folders / "dpo" / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folders / "dpo" / "model")
-    row = synthetic.make_rows("preference", "validation", 1)[0]
-    prompt, completion = (tokenizer(row[name])["input_ids"] for name in ("prompt", "rejected"))
-    mean = float(tiny.plain_logps(lm, prompt, completion).mean())
-    assert table.scores["dpo logp_per_token"][0, 1] == pytest.approx(mean, abs=1e-5)
-
-
 def foreign_rewards(root: str) -> list[list[float]]:
     """Rewards of five pairs by the model of another vocabulary."""
     tokenizer = AutoTokenizer.from_pretrained(f"{root}/sft/model")
@@ -405,13 +392,3 @@ def test_the_reference_of_one_policy_is_where_its_run_started(tmp_path: Path):
     assert runs.reference_of_run(str(folder)) == str(start)
     (tmp_path / "dpo" / "config.yaml").write_text("model_name_or_path: owner/name")  # on the hub
     assert runs.reference_of_run(str(folder)) == "owner/name"
-
-
-def test_a_reading_without_the_stop_token_leaves_it_out():
-    examples = [
-        Example(0, "p", [5], [[3, 4, 0], [0]], {}),
-        Example(1, "p", [5], [[3, 4], [2, 0]], {}),
-    ]
-    kept = measure.without_stop(examples, tiny.vocabulary([0]))
-    assert [e.completions for e in kept] == [[[3, 4], [0]], [[3, 4], [2]]]
-    assert examples[0].completions == [[3, 4, 0], [0]]
