@@ -1,6 +1,5 @@
 """Conversations as rows of text, by the chat template of the tokenizer."""
 
-import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -66,8 +65,6 @@ def render(
     options = _template_options(raw)
     asked = _without_null(raw["prompt"])
     chats = [_without_null(raw[name]) for name in names]  # K lists of messages
-    for messages in [[*asked, *chat] for chat in chats] or [asked]:
-        _decode_arguments(messages, tokenizer, options)
     begun = [asked.pop()] if asked[-1]["role"] == "assistant" else []
     for chat in chats if begun else ():
         chat[0] = {**chat[0], "content": content(begun[0]) + content(chat[0])}
@@ -110,23 +107,6 @@ def _calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [call.get("function", call) for call in calls]
 
 
-def _decode_arguments(
-    messages: Sequence[dict[str, Any]], tokenizer: Any, options: dict[str, Any]
-) -> None:
-    """Decode tool arguments in JSON text, in place, if the template escapes or refuses the text."""
-    calls = [call for call in _calls(messages) if isinstance(call.get("arguments"), str)]
-    if not calls:
-        return
-    escaped = [json.dumps(call["arguments"], ensure_ascii=False) for call in calls]
-    with contextlib.suppress(UserError):
-        whole = rendered(tokenizer, messages, options)
-        if not any(text in whole for text in escaped):
-            return
-    for call in calls:
-        with contextlib.suppress(ValueError):  # it is no JSON
-            call["arguments"] = json.loads(call["arguments"])
-
-
 def _leaves_out(answer: dict[str, Any], text: str) -> bool:
     """Whether the text of an answer lacks its words, thoughts or calls; white space aside."""
     passages = [*re.split("</?think>", content(answer)), *map(answer.get, THOUGHTS)]
@@ -163,14 +143,22 @@ def _without_null(value: Any) -> Any:
 
 
 def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """Text of messages by the tokenizer's chat template; a UserError if it fails."""
+    """Text of messages by the tokenizer's chat template; a UserError if it fails or quotes JSON."""
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # templates are programs that come with a model
         raise UserError(
             f"rows hold messages and the tokenizer cannot render them: {gist(error)}; "
             "use a model with a chat template or rows of text."
         ) from None
+    given = (call.get("arguments") for call in _calls(messages))
+    texts = [arguments for arguments in given if arguments and isinstance(arguments, str)]
+    if any(json.dumps(arguments, ensure_ascii=False) in text for arguments in texts):
+        raise UserError(
+            "the chat template quotes the arguments of a tool call, which the rows have as JSON "
+            "text; give them as objects (`json.loads`)."
+        )
+    return text
 
 
 class TurnEnd:

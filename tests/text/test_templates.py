@@ -152,8 +152,10 @@ THOUGHT = {**TWO, "reasoning_content": "Hm.", "thinking": "Hm."}
 CALL = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": "1"}'}}],
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": "1"}}}],
 }
+TEXT_CALL = json.loads(json.dumps(CALL))
+TEXT_CALL["tool_calls"][0]["function"]["arguments"] = '{"a": "1"}'
 
 
 def tokenizer_of(kind: Kind) -> Any:
@@ -181,6 +183,7 @@ def load(tmp_path, tokenizer, *rows, kind="sft", stops=(), **limits) -> Any:
 @pytest.mark.parametrize("form", ["answers", "thought", "call"])
 def test_what_is_trained_is_what_the_template_writes(tmp_path, name: str, form: str):
     kind, last = KINDS[name], {"answers": TWO, "thought": THOUGHT, "call": CALL}[form]
+    last = TEXT_CALL if form == "call" and name == "DeepSeek-V3" else last
     tokenizer, messages = tokenizer_of(kind), [SYSTEM, ASKED, ONE, AGAIN, last]
     if form != "answers" and not getattr(kind, form):
         with pytest.raises(UserError, match="1 answer left out in part by the chat template"):
@@ -330,6 +333,31 @@ def test_tools_and_calls_reach_the_template(tmp_path, chatml, tools: Any):
     pair = {k: v for k, v in pair.items() if k != "chat_template_kwargs"}
     (example,) = load(tmp_path, tokenizer, pair, kind="preference")
     assert chatml.decode(example.completions[0]) == "<call>add<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", ["sft", "prompts"])
+@pytest.mark.parametrize(
+    ("name", "refusal"),
+    [
+        ("Qwen2.5", "quotes the arguments of a tool call, .* give them as objects"),
+        ("Qwen3-Coder", "cannot render them: .*items"),
+        ("DeepSeek-V3", ""),
+    ],
+)
+def test_arguments_as_json_text_are_taken_as_they_are_or_refused(tmp_path, name, refusal, kind):
+    """Also in a prompt: the template would write other tokens there than when the model is used."""
+    tokenizer = tokenizer_of(KINDS[name])
+    columns = {
+        "sft": {"messages": [ASKED, TEXT_CALL]},
+        "prompts": {"prompt": [ASKED, TEXT_CALL, TOOL]},
+    }
+    if refusal:
+        with pytest.raises(UserError, match=refusal):
+            load(tmp_path, tokenizer, columns[kind], kind=kind)
+    else:
+        (example,) = load(tmp_path, tokenizer, columns[kind], kind=kind)
+        text = example.prompt + "".join(map(tokenizer.decode, example.completions))
+        assert '<call>add {"a": "1"}</call>' in text
 
 
 @pytest.mark.usefixtures("process_group")
