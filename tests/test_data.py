@@ -541,6 +541,6 @@ def test_micro_batches_hold_each_row_once_with_fillers_of_weight_zero(layout, mo
         assert batches[2].input_ids.shape == (2, 2)  # the filler is as small as can be
         assert all(batch.attention_mask.any(dim=1).all() for batch in batches)
     else:
-        row = [14] * 5 + [104] * 7 + [12] * 3 + [102] * 5
+        row = [14] * 5 + [12] * 3 + [104] * 7 + [102] * 5  # prompts first
         assert first.input_ids.tolist() == [row]
         assert batches[2].input_ids.shape == (1, 3)

@@ -12,6 +12,7 @@ Other objectives than the four papers' own are refused: the page has no formulas
 
 import argparse
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -76,7 +77,7 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
         "settings": ", ".join(f"{name} {value}" for name, value in settings.items()),
         "changed for the page": ", ".join(
             f"{name} {vars(config)[name]!r} (run: {value!r})"
-            for name, value in vars(asked).items()
+            for name, value in asdict(asked).items()
             if vars(config)[name] != value
         ),
     }
