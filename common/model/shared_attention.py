@@ -68,7 +68,7 @@ class TwoCalls(torch.autograd.Function):
             )
             merged = torch.logaddexp(log_sum[:, branch], other_log_sum)  # (H, Q')
             share = (log_sum[:, branch] - merged).exp().t().unsqueeze(-1)  # (Q', H, 1)
-            output[branch] = torch.lerp(other_output.float(), output[branch].float(), share)
+            output[branch] = torch.lerp(other_output.to(share), output[branch].to(share), share)
             log_sum[:, branch] = merged
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.layout, ctx.own_ends, ctx.scaling = layout, own_ends, scaling
@@ -127,7 +127,7 @@ def range_attention(
     if is_for_flash(query):
         attend = partial(aten._flash_attention_forward, query, key, value, query_ends, key_ends)
         output, log_sum, *_ = attend(most_queries, most_keys, 0.0, is_causal, False, scale=scaling)
-        return output, log_sum
+        return output.contiguous(), log_sum  # by default strided as the queries
     key, value = (repeated(x, query.shape[1]) for x in (key, value))
     if not is_on_cpu(query):
         attend = partial(
@@ -177,7 +177,8 @@ def range_attention_backward(
         seed, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)
         attend = partial(aten._flash_attention_backward, grad, query, key, value, output, log_sum)
         attend = partial(attend, query_ends, key_ends, most_queries, most_keys, 0.0, is_causal)
-        return tuple(attend(seed, unused, scale=scaling))  # type: ignore[return-value]
+        grads = attend(seed, unused, scale=scaling)
+        return tuple(x.contiguous() for x in grads)  # type: ignore[return-value]
     num_heads, num_key_heads = query.shape[1], key.shape[1]
     key, value = (repeated(x, num_heads) for x in (key, value))
     if not is_on_cpu(query):
@@ -189,7 +190,7 @@ def range_attention_backward(
         attend = partial(aten._efficient_attention_backward, grad[None], query[None], key[None])
         attend = partial(attend, value[None], None, output[None], query_ends, key_ends)
         attend = partial(attend, most_queries, most_keys, padded_sum, 0.0, seed, seed)
-        grads = [x[0] for x in attend(KINDS[is_causal], False, scale=scaling)[:3]]
+        grads = [x[0].contiguous() for x in attend(KINDS[is_causal], False, scale=scaling)[:3]]
     else:
         grads = [x.new_zeros(x.shape) for x in (query, key, value)]  # also of keys without a query
         totals = [heads_first(x) for x in grads]
@@ -263,8 +264,8 @@ def repeated(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def summed(grad: Tensor, num_heads: int) -> Tensor:
-    """The gradient of what was `repeated`, summed in float32."""
+    """The gradient of what was `repeated`, summed in float32 or better."""
     if grad.shape[1] == num_heads:
         return grad
     groups: Tensor = grad.unflatten(1, (num_heads, -1))  # (T, H', r, d)
-    return groups.sum(2, dtype=torch.float32).to(grad.dtype)
+    return groups.sum(2, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype)

@@ -28,7 +28,11 @@ from common import distributed, padding, self_checks
 from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load, shared_attention, shared_prefix
-from common.model.shared_attention import branch_attention
+from common.model.shared_attention import (
+    branch_attention,
+    range_attention,
+    range_attention_backward,
+)
 from common.padding import Layout, PaddedBatch, SharedPrefixBatch, padded_batch, shared_prefix_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -318,15 +322,18 @@ GROUPS = st.lists(
 )
 
 
-def check_attention(groups: Groups, num_key_heads: int = 6, seed: int = 0) -> None:
+def check_attention(
+    groups: Groups, num_key_heads: int = 6, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> None:
     """For all queries and for the tails only: outputs and gradients are those of a dense mask."""
+    atol = 2e-5 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
     visible = visible_by_hand(groups).to(distributed.device())
     generator = torch.Generator().manual_seed(seed)
     shape = (4, 1, 6, len(visible), 8)  # query, key, value and the gradient that comes back
-    tensors = torch.randn(shape, generator=generator).to(distributed.device())
+    tensors = torch.randn(shape, generator=generator, dtype=dtype).to(distributed.device())
     heads = [6, num_key_heads, num_key_heads]
     given = [x[:, :n] for x, n in zip(tensors, heads, strict=False)]
-    exact = [x.double().requires_grad_() for x in given]
+    exact = [x.double().clone().requires_grad_() for x in given]
     layout = layout_of(groups)
     tail = tail_by_hand(groups).to(distributed.device())
     for is_tail in (False, True):
@@ -340,10 +347,10 @@ def check_attention(groups: Groups, num_key_heads: int = 6, seed: int = 0) -> No
         inputs = [x.clone().requires_grad_() for x in given]
         output = branch_attention(inputs[0][:, :, picked], *inputs[1:], layout, is_tail, 0.4)
         output.backward(tensors[3, :, :, picked])
-        torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
         for x, target in zip(inputs, exact, strict=True):
             error = float((x.grad - target.grad).norm())
-            assert error <= 1e-5 * max(1.0, float(target.grad.norm())), is_tail
+            assert error <= atol / 2 * max(1.0, float(target.grad.norm())), is_tail
 
 
 @settings(max_examples=60, deadline=None)
@@ -351,6 +358,11 @@ def check_attention(groups: Groups, num_key_heads: int = 6, seed: int = 0) -> No
 def test_attention_is_that_of_a_dense_mask(groups, num_key_heads, seed):
     """Completions may be empty, and there may be none; heads may share keys."""
     check_attention(groups, num_key_heads, seed)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_in_float64_is_that_precise(name):
+    check_attention(CASES[name], num_key_heads=2, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -411,16 +423,48 @@ class EfficientAttention:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 12, 264])
-def test_a_gpu_s_kernels_take_the_arguments(dtype, width):
-    """By torch's own checks of shapes, which need no GPU."""
+def test_a_gpu_s_kernels_take_the_arguments(dtype, width, monkeypatch):
+    """By torch's own checks of shapes, which need no GPU; results lie as compiled code expects."""
+    kernels = CheckedKernels()
+    monkeypatch.setattr(shared_attention, "aten", kernels)
     batch = shared_prefix_batch([[1] * 5, [2]], [[[3], [4, 5]], [[6]]], 0).to("meta")
-    inputs = torch.randn(3, 1, 2, batch.input_ids.shape[1], width, dtype=dtype, device="meta")
-    query, key, value = (x.requires_grad_() for x in inputs)
-    output = branch_attention(query, key, value, batch.layout, False, 0.4)
-    assert (output.shape, output.dtype) == (query.shape, dtype)
-    output.sum().backward()
-    assert query.grad.shape == query.shape
-    assert key.grad.dtype == dtype
+    layout, num_tokens = batch.layout, batch.input_ids.shape[1]
+    tensors = torch.randn(3, 2, num_tokens, width, dtype=dtype, device="meta")
+    query, key, value = tensors.transpose(1, 2)  # heads first in memory, as GPT-NeoX leaves them
+    options = {"ends": [layout.segment_ends] * 2, "longest": [layout.longest] * 2}
+    options |= {"is_causal": True, "scaling": 0.4}
+    inputs = [query, key, value]
+    for operator in (range_attention, range_attention_backward):
+        results = operator._init_fn(inputs, **options)
+        expected = operator(inputs, **options)  # of a meta tensor: by `register_fake`
+        for x, target in zip(results, expected, strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (target.shape, target.dtype, target.stride())
+        inputs = [results[0], *inputs, *results]
+    kind = "flash" if dtype == torch.bfloat16 and width == 8 else "efficient"
+    assert kernels.called == [f"_{kind}_attention_forward", f"_{kind}_attention_backward"]
+
+
+class CheckedKernels:
+    """A GPU's kernels of attention, called with tensors without values and checked arguments."""
+
+    KINDS = {"int": int, "float": float, "bool": bool, "Tensor": Tensor}
+    KINDS |= {"Optional[int]": int, "Optional[Tensor]": (Tensor, type(None))}
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(torch.ops.aten, name).default
+
+        def call(*args: Any, scale: float) -> Any:
+            self.called.append(name)
+            for value, argument in zip(args, kernel._schema.arguments, strict=False):
+                assert isinstance(value, self.KINDS[str(argument.type)]), argument.name
+            if name == "_efficient_attention_backward":  # torch 2.13's meta kernel has no `out`
+                return *map(torch.empty_like, args[1:4]), None
+            return kernel(*args, scale=scale)
+
+        return call
 
 
 @pytest.mark.parametrize(
