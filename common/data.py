@@ -226,9 +226,8 @@ def filled(groups: Sequence[PromptGroup], config: CommonConfig) -> list[PromptGr
         num_fillers = num_prompts - len(groups)
         num_rows = most * num_prompts - len(completions)
         in_prompts = num_fillers + -(num_tokens + missing + num_fillers) % unit
-        if (
-            missing <= num_rows * config.max_completion_length
-            and in_prompts <= num_fillers * config.max_prompt_length
+        if missing <= num_rows * config.max_completion_length and in_prompts <= num_fillers * max(
+            2, config.max_prompt_length
         ):
             break
     rows = [[0] * length for length in even_shares(missing, num_rows)]

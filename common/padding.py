@@ -77,12 +77,12 @@ def together_on(tensors: dict[str, Tensor], device: torch.device | str) -> dict[
         return {name: tensor.to(device) for name, tensor in tensors.items()}
     names = {t.dtype: [n for n in tensors if tensors[n].dtype == t.dtype] for t in tensors.values()}
     arrays = [np.concatenate([tensors[n].numpy().ravel() for n in names[dtype]]) for dtype in names]
-    parts = [array.view(np.uint8) for array in arrays]
-    parts = [np.pad(part, (0, -len(part) % 8)) for part in parts]  # a view begins at such a place
-    moved = on_device(torch.from_numpy(np.concatenate(parts)), device)
+    buffers = [array.view(np.uint8) for array in arrays]
+    buffers = [np.pad(b, (0, -len(b) % 8)) for b in buffers]  # views begin at multiples of 8
+    moved = on_device(torch.from_numpy(np.concatenate(buffers)), device)
     on_it = {}
-    for dtype, part in zip(names, moved.split([len(part) for part in parts]), strict=True):
-        values, sizes = part.view(dtype), [tensors[name].numel() for name in names[dtype]]
+    for dtype, buffer in zip(names, moved.split([*map(len, buffers)]), strict=True):
+        values, sizes = buffer.view(dtype), [tensors[name].numel() for name in names[dtype]]
         pieces = values.split([*sizes, len(values) - sum(sizes)])
         for name, piece in zip(names[dtype], pieces, strict=False):
             shape = tensors[name].shape

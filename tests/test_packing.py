@@ -225,6 +225,14 @@ def test_groups_that_count_nowhere_fill_a_batch_up(groups, is_uniform):
     assert batch.completion_mask.shape[1] == config.max_completion_length
 
 
+def test_prompts_of_one_token_are_filled_up_too():
+    """Fillers of one token each would never make the batch a multiple of four."""
+    config = tiny.train_config(compile=True, max_prompt_length=1)
+    batch = collate([piece_of(0, 1, [2])], config, 0)
+    assert batch.input_ids.shape[1] % 4 == 0
+    assert batch.num_tokens == 2
+
+
 @pytest.mark.parametrize(("num_prompts", "num_completions"), [(64, 1), (32, 2), (16, 8)])
 def test_ragged_steps_have_few_shapes(num_prompts, num_completions):
     """20 steps of the benchmark's lengths, which without filling have 20 shapes."""

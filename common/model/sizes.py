@@ -58,6 +58,6 @@ def for_device(config: Config, given: Set[str]) -> Config:
     )
     chosen = (max(FEWEST, min(MOST, tokens)), COMPLETIONS, max(FEWEST, cached))
     sizes = {name: value for name, value in zip(NAMES, chosen, strict=True) if name in names}
-    said = ", ".join(f"{name} {value}" for name, value in sizes.items())
-    distributed.print_rank0(f"by the GPU's {memory / 1e9:.0f} GB: {said}")
+    chosen_text = ", ".join(f"{name} {value}" for name, value in sizes.items())
+    distributed.print_rank0(f"by the GPU's {memory / 1e9:.0f} GB: {chosen_text}")
     return dataclasses.replace(config, **sizes)
