@@ -213,8 +213,8 @@ def filled(groups: Sequence[PromptGroup], config: CommonConfig) -> list[PromptGr
     """Add groups that count nowhere, with which batches have few shapes.
 
     Tokens become a multiple of a power of two, a sixteenth to an eighth of the row but at most
-    1,024, those of completions of half of it; prompts become a multiple of 8, and have on average
-    as many completions as one of the groups has at most.
+    1,024, those of completions of half of it; prompts become a multiple of 4, or of 8 where each
+    has one completion, and have on average as many as one of the groups has at most.
     """
     completions = [ids for group in groups for ids in group.completions]
     num_own = sum(map(len, completions))
@@ -222,7 +222,8 @@ def filled(groups: Sequence[PromptGroup], config: CommonConfig) -> list[PromptGr
     unit = min(1024, 1 << max(6, num_tokens.bit_length()) - 4)
     most = max(len(group.completions) for group in groups)
     missing = -num_own % (unit // 2)
-    for num_prompts in itertools.count(len(groups) // 8 * 8 + 8, 8):
+    step = 8 if most < 2 else 4
+    for num_prompts in itertools.count(len(groups) // step * step + step, step):
         num_fillers = num_prompts - len(groups)
         num_rows = most * num_prompts - len(completions)
         in_prompts = num_fillers + -(num_tokens + missing + num_fillers) % unit

@@ -264,7 +264,7 @@ def shared_prefix_batch(
         tail=torch.from_numpy(np.sort(np.append(prompt_last, token_columns))),
         num_branch=int(branches.sum()),
         longest=int(positions.max()) + 1,
-        largest=int(groups.max()),
+        largest=max(2, int(groups.max())),  # FlashAttention takes 1 as one query for each range
     )
     ids = numbers(chain.from_iterable(pieces[piece] for piece in order))
     return SharedPrefixBatch(

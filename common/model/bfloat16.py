@@ -14,7 +14,8 @@ class BFloat16Copies:
 
     At all other times the module has its float32 parameters, which the optimiser, checkpoints and
     exports use. A forward updates the copies if a parameter has changed. At the end of a backward
-    gradients are added in float32 to those of the float32 parameters. Results have FSDP's bits.
+    gradients are added in float32 to those of the float32 parameters. Results have FSDP's bits, but
+    where a block is given float32 tensors (OLMo 2's rotary tables), which FSDP casts.
     """
 
     def __init__(self, module: Any, float32_modules: Sequence[nn.Module]) -> None:

@@ -135,7 +135,7 @@ def range_attention(
         )
         attend = partial(attend, query_ends, key_ends, most_queries, most_keys, scale=scaling)
         output, padded_sum, *_ = attend(0.0, KINDS[is_causal], True)
-        index, place = places(query_ends, len(query))
+        index, place = ranges_of_queries(query_ends, len(query))
         return output[0], padded_sum[index, :, place].t().contiguous()
     output, log_sum = empty_output(tensors)
     query, key, value, result = (heads_first(x) for x in (query, key, value, output))
@@ -182,7 +182,7 @@ def range_attention_backward(
     num_heads, num_key_heads = query.shape[1], key.shape[1]
     key, value = (repeated(x, num_heads) for x in (key, value))
     if not is_on_cpu(query):
-        index, place = places(query_ends, len(query))
+        index, place = ranges_of_queries(query_ends, len(query))
         shape = len(query_ends) - 1, num_heads, -(-most_queries // 32) * 32
         padded_sum = log_sum.new_full(shape, math.inf)
         padded_sum[index, :, place] = log_sum.t()
@@ -236,7 +236,7 @@ def ranges(query_ends: Tensor, key_ends: Tensor) -> list[tuple[slice, slice]]:
     return [(q, k) for q, k in zip(columns[0], columns[1], strict=True) if q.start < q.stop]
 
 
-def places(ends: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
+def ranges_of_queries(ends: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
     """The range of each query, and its number in it: (Q,) each."""
     queries = torch.arange(num_queries, device=ends.device)
     index = torch.searchsorted(ends, queries, right=True) - 1

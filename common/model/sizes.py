@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from common import distributed
 from common.config.stages import CommonConfig, TrainConfig
+from common.errors import gist
 from common.model import fsdp, load
 
 Config = TypeVar("Config", bound=CommonConfig)
@@ -43,7 +44,9 @@ def for_device(config: Config, given: Set[str]) -> Config:
             )
         text: Any = lm.config.get_text_config()
         width, num_heads = text.hidden_size, text.num_attention_heads
-    except Exception:  # of many types, by what a model needs
+    except Exception as error:  # of many types, by what a model needs
+        why = f"the shape of {config.model_name_or_path!r} is not known: {gist(error)}"
+        distributed.print_rank0(f"sizes of a pass stay the default, because {why}")
         return config
     num_layers = len(fsdp.blocks(lm))
     num_key_heads = getattr(text, "num_key_value_heads", None) or num_heads
