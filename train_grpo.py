@@ -8,8 +8,9 @@ r"""GRPO: sample a group of completions per prompt, keep some, push up those abo
 One step is one rollout: every prompt gets `num_candidates` completions, the rewards are computed,
 statistical rejection sampling keeps `num_generations` of them, their advantages are optionally
 normalised again over all that were kept on all ranks, and `num_iterations` updates are made on each
-of `num_minibatches`. Each variant is one flag, defined in `common/grpo/config.py`; the formulas are
-in `common/losses.py` and `common/advantages.py`. The objects of a step, in the order of the loop,
+of `num_minibatches`. Policy objectives are the files of `common/objectives/policy`, or yours; each
+other variant is one flag, defined in `common/grpo/config.py`, and the formulas are in
+`common/losses.py` and `common/advantages.py`. The objects of a step, in the order of the loop,
 all of `common/grpo`:
 
     Groups              the N prompts of this rank, K candidates of each, rewards     rollouts
@@ -55,12 +56,13 @@ from common.grpo.minibatches import MicroBatch
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
 from common.grpo.sampler_correction import off_policy_mask, sampler_drift, sampler_weights
-from common.losses import aggregate, clipped_tokens, kl_estimate, policy_loss, probability_ratio
+from common.losses import aggregate, kl_estimate, masked_sum, probability_ratio
 from common.model import fsdp, load
 from common.run import Run
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
+    from common.objectives.find import PolicyObjective
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Sampler
 
@@ -75,7 +77,9 @@ def main(config: GRPOConfig) -> None:
 
     distributed.seed_everything(config.seed)
 
-    # Data and rewards
+    # Objective, data and rewards
+    objective = config.objective
+    objective.check()
     vocabulary = load.load_vocabulary(config)
     configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
@@ -139,7 +143,8 @@ def main(config: GRPOConfig) -> None:
         check_first_rollout(policy, micro_batches, config, step)
         for batches, is_new in minibatches.updates(micro_batches, config, run.metrics):
             for batch in run.micro_batches(batches):
-                grpo_loss(policy, batch, config, step_monitor, is_new=is_new).backward()
+                loss = grpo_loss(policy, batch, objective, config, step_monitor, is_new=is_new)
+                loss.backward()
             run.update()
         step_monitor.end_updates()
         if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
@@ -221,6 +226,7 @@ def check_first_rollout(
 
 
 def policy_term(
+    objective: "PolicyObjective",
     logps: Tensor,
     old_logps: Tensor,
     micro_batch: MicroBatch,
@@ -233,20 +239,9 @@ def policy_term(
     """The policy objective (B, C) with what corrects for old samples and for another sampler."""
     mask, sampled_logps = micro_batch.batch.completion_mask, micro_batch.sampled_logps  # (B, C)
     advantages = micro_batch.advantages  # (B,) or (B, C)
-    options: dict[str, Any] = {
-        "objective": config.policy_objective,
-        "epsilon_low": config.epsilon_low,
-        "epsilon_high": config.epsilon_high,
-        "delta": config.delta or None,
-        "ratio_level": config.ratio_level,
-    }
-    temperatures = (config.sapo_temperature_pos, config.sapo_temperature_neg)
-    denominator_logps = sampled_logps if config.policy_objective == "dppo" else old_logps
-    per_token = policy_loss(
-        logps, denominator_logps, advantages, mask, temperatures=temperatures, **options
-    )  # (B, C)
-    is_clipped = clipped_tokens(logps, denominator_logps, advantages, mask, **options)
-    step_monitor.metrics.add("clip_fraction", is_clipped.sum(), num_tokens)
+    per_token, metrics = objective(logps, old_logps, sampled_logps, advantages, mask)  # (B, C)
+    for name, values in metrics.items():
+        step_monitor.metrics.add(name, masked_sum(values, mask), num_tokens)
     if config.off_policy_mask_threshold > 0:
         threshold = config.off_policy_mask_threshold
         kept = off_policy_mask(logps, sampled_logps, advantages, mask, threshold=threshold)
@@ -273,6 +268,7 @@ def policy_term(
 def grpo_loss(
     policy: Policy,
     micro_batch: MicroBatch,
+    objective: "PolicyObjective",
     config: GRPOConfig,
     step_monitor: StepMonitor,
     *,
@@ -291,7 +287,7 @@ def grpo_loss(
     old_logps = logps.detach() if micro_batch.old_logps is None else micro_batch.old_logps
     num_tokens, num_real = mask.sum(), batch.is_real.sum()
     per_token = policy_term(
-        logps, old_logps, micro_batch, config, step_monitor, num_tokens, is_new=is_new
+        objective, logps, old_logps, micro_batch, config, step_monitor, num_tokens, is_new=is_new
     )  # (B, C)
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * scores.entropy

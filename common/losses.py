@@ -1,4 +1,4 @@
-"""Every training objective, as small pure tensor functions.
+"""Training losses, and what objectives are made of, as small pure tensor functions.
 
 Losses are to be minimised. Log-probabilities are in nats and float32 or better; a lower precision
 is raised to float32 here. An argument means the same in every function:
@@ -16,6 +16,7 @@ A name in `..._type`, `estimator` and the like that does not exist raises ValueE
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 RATIO_LEVELS = ("token", "sequence")
-POLICY_OBJECTIVES = ("clip", "cispo", "sapo", "dppo")
 AGGREGATIONS = ("grpo", "token", "constant", "prompt")
 # What the advantage of a reward equal to the mean of its group may be in float32: rounding, over
 # the standard deviation. It is 0 for the share of clipped tokens.
@@ -227,111 +227,29 @@ def policy_loss(
     advantages: Tensor,
     completion_mask: Tensor,
     *,
-    objective: str = "clip",
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     delta: float | None = None,
     ratio_level: str = "token",
-    temperatures: tuple[float, float] = (1.0, 1.05),
 ) -> Tensor:
-    """Policy objective at each token, negated: (B, C), 0 where the mask is False.
-
-    With rho the `probability_ratio` and A the advantage:
-
-    - `clip`: -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), PPO (Schulman et al.
-      2017, eq. 7) as used by GRPO (DeepSeekMath eq. 3), with DAPO's two bounds (Yu et al. 2025, eq.
-      8). Where A < 0 the minimum leaves rho without an upper bound: `delta`, above
-      1 + epsilon_high, is one (dual clip, Ye et al. 2020; None: no bound).
-    - `cispo`: -sg(min(rho, 1 + epsilon_high)) A log pi, where sg stops the gradient: no token
-      loses its gradient, only its weight is bounded (MiniMax-M1 2025, eq. 4-5).
-    - `sapo`: -f(rho) A, f the `soft_gate` with the `temperatures` (Gao et al. 2025).
-    - `dppo`: -sg(min(rho, delta)) A log pi; 0 where A > 0 and pi - mu > epsilon_high, or A < 0 and
-      pi - mu < -epsilon_low. pi, mu are the token's probabilities; the old log-probs are those of
-      the sampler. |pi - mu| is the total variation if all other tokens count as one (Qi et al.
-      2026).
+    """Loss of each token (B, C), by `clip` or `gspo` of `common/objectives/policy`.
 
     With one update per rollout, pass the log-probs as their own old ones: rho is then exactly 1,
-    and the loss's gradient is REINFORCE's. At sequence level the gradient of `clip` is that of
-    GSPO's eq. 5 if a completion has one advantage and the aggregation is `grpo`: the others weigh a
-    completion by its number of tokens.
+    and the loss's gradient is REINFORCE's.
     """
-    check_choice("objective", objective, POLICY_OBJECTIVES)
-    if delta is not None and objective in ("cispo", "sapo"):
-        raise ValueError(f"delta is {delta} but must be None with objective {objective}")
-    if delta is not None and delta <= 1 + epsilon_high:
-        raise ValueError(f"delta is {delta} but must exceed 1 + epsilon_high = {1 + epsilon_high}")
-    ratio = probability_ratio(
-        token_logps, old_token_logps, completion_mask, ratio_level=ratio_level
-    )
+    check_choice("ratio_level", ratio_level, RATIO_LEVELS)
+    name = "gspo" if ratio_level == "sequence" else "clip"
+    objective = getattr(import_module(f"common.objectives.policy.{name}"), name)
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    bounds: Any = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "delta": delta}
-    weights = _bounded(ratio, token_logps, old_token_logps, advantages, objective, **bounds)
-    if objective == "sapo":
-        weights = soft_gate(ratio, advantages, temperatures)
-    gain = weights * advantages  # (B, C)
-    if objective in ("cispo", "dppo"):
-        gain = gain.detach() * torch.where(completion_mask, precise(token_logps), 0.0)
-    return torch.where(completion_mask, -gain, 0.0)
+    bounds = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "delta": delta or torch.inf}
+    loss: Tensor = objective(token_logps, old_token_logps, advantages, completion_mask, **bounds)[0]
+    return loss
 
 
-def soft_gate(ratio: Tensor, advantages: Tensor, temperatures: tuple[float, float]) -> Tensor:
-    """SAPO's gate f(rho) = (4 / tau) sigma(tau (rho - 1)), (B, C) (Gao et al. 2025).
-
-    tau is the first of the `temperatures` where A > 0, else the second. The slope f' is 1 at
-    rho = 1 and falls to 0 on both sides: no ratio is cut off, far ones count less.
-    """
-    tau = torch.full_like(ratio, temperatures[1]).masked_fill(advantages > 0, temperatures[0])
-    return 4 / tau * torch.sigmoid(tau * (ratio - 1))
-
-
-def clipped_tokens(
-    token_logps: Tensor,
-    old_token_logps: Tensor,
-    advantages: Tensor,
-    completion_mask: Tensor,
-    *,
-    ratio_level: str = "token",
-    **bounds: Any,
-) -> Tensor:
-    """Where a bound of `policy_loss`, which takes the same, removes a gradient: (B, C).
-
-    All of it in `clip`, a share in `cispo`, either in `dppo`; none where A is 0 up to rounding.
-    """
-    token_logps = token_logps.detach()
-    ratio = probability_ratio(
-        token_logps, old_token_logps, completion_mask, ratio_level=ratio_level
-    )
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    is_bounded = _bounded(ratio, token_logps, old_token_logps, advantages, **bounds) != ratio
+def clipped_tokens(bounded: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Where a bound on the ratio is active, (B, C); not where A is 0 up to rounding."""
     counted = torch.nn.functional.hardshrink(advantages, ADVANTAGE_ROUNDING)  # one kernel
-    return torch.logical_and(is_bounded, counted) & completion_mask
-
-
-def _bounded(
-    ratio: Tensor,
-    token_logps: Tensor,
-    old_token_logps: Tensor,
-    advantages: Tensor,
-    objective: str = "clip",
-    *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float | None = None,
-) -> Tensor:
-    """The ratio (B, C) with the bounds of the objective; `sapo` has none.
-
-    The minimum in `clip` is the ratio bounded from above where A > 0, from below where A < 0.
-    """
-    if objective == "sapo":
-        return ratio
-    if objective == "dppo":
-        change = precise(token_logps).detach().exp() - precise(old_token_logps).exp()  # pi - mu
-        is_outside = torch.where(advantages > 0, change > epsilon_high, change < -epsilon_low)
-        return ratio.clamp(max=delta or torch.inf).masked_fill(is_outside, 0.0)
-    below = ratio.clamp(max=1 + epsilon_high)
-    if objective == "cispo":
-        return below
-    return torch.where(advantages > 0, below, ratio.clamp(1 - epsilon_low, delta))
+    return torch.logical_and(bounded != ratio, counted) & mask
 
 
 def aggregate(

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from common.advantages import EPSILON, weighted_group_advantages
 from common.grpo.sampler_correction import off_policy_mask, sampler_drift, sampler_weights
-from common.losses import aggregate, kl_estimate, masked_sum, policy_loss, preference_loss
+from common.losses import aggregate, kl_estimate, masked_sum, preference_loss
+from common.objectives.find import find_policy_objective
 
 BETA = 0.5
 NUM_GENERATIONS = 4
@@ -104,7 +105,7 @@ def grpo(
             `k3 x ratio`: k3 times pi / sg(pi), whose value is k3. `reward`: beta times the sum of
             k1 over a completion leaves its reward.
         aggregation: See `aggregate`; `constant` here is the sum over a completion's tokens.
-        objective: See `policy_loss`.
+        objective: A file of `common/objectives/policy`.
         sampler_temperature: The sampler is the policy at this temperature: another one but for 1.
         correction: See `sampler_weights`; the cap is 2.
         off_policy: Threshold of the `off_policy_mask`.
@@ -118,8 +119,8 @@ def grpo(
     if kl == "reward":
         rewards = rewards - BETA * kl_estimate(sampled, ref, estimator="k1").sum(dim=1)
     advantages = expected_advantages(rewards, probabilities, scale, baseline, gdpo=gdpo)  # (Y,)
-    old = sampled if objective == "dppo" else token_logps
-    per_token = policy_loss(token_logps, old, advantages, mask, objective=objective)
+    loss = find_policy_objective(objective)
+    per_token, _ = loss(token_logps, token_logps, sampled, advantages, mask)
     weights = sampler_weights(token_logps, sampled, mask, correction=correction, cap=2.0)  # (Y, C)
     kept = off_policy_mask(token_logps, sampled, advantages, mask, threshold=off_policy)
     per_token = per_token * weights * kept + drift * sampler_drift(token_logps, sampled)

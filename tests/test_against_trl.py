@@ -21,6 +21,7 @@ from common.grpo.sampler_correction import (
     off_policy_mask,
     sampler_weights,
 )
+from common.objectives.find import find_policy_objective
 from common.padding import padded_batch
 
 NUM_ROWS, NUM_COLUMNS = 12, 6
@@ -249,15 +250,16 @@ def test_share_of_clipped_tokens():
     stand_in = trl_code.grpo_trainer(logps, epsilon_high=0.28)
     trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, old_per_token_logps=OLD)
     (share,) = stand_in._metrics["train"]["clip_ratio/region_mean"]
-    clipped = losses.clipped_tokens(logps, OLD, ADVANTAGES, MASK, epsilon_high=0.28)
+    objective = find_policy_objective("clip", epsilon_high=0.28)
+    clipped = objective(logps, OLD, OLD, ADVANTAGES, MASK)[1]["clip_fraction"]
     assert 0 < clipped.sum().item() / MASK.sum().item() == pytest.approx(share)
 
 
 SOFT = [
     # TRL's `epsilon_high` is the bound itself; ours, as the paper's, is its distance from 1.
-    ({"objective": "cispo", "epsilon_high": 0.28}, {"epsilon_high": 1.28}, "token"),
+    ({"name": "cispo", "epsilon_high": 0.28}, {"epsilon_high": 1.28}, "token"),
     (
-        {"objective": "sapo", "temperatures": (0.5, 1.5)},
+        {"name": "sapo", "tau_pos": 0.5, "tau_neg": 1.5},
         {"args": {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 1.5}},
         "grpo",
     ),
@@ -268,11 +270,11 @@ SOFT = [
 @pytest.mark.parametrize(("options", "settings", "aggregation"), SOFT, ids=["cispo", "sapo"])
 def test_cispo_and_sapo(options: dict, settings: dict, aggregation: str, ratio_level: str):
     logps = policy_logps()
-    options = options | {"ratio_level": ratio_level}
-    per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK, **options)
+    objective = find_policy_objective(**options, ratio_level=ratio_level)
+    per_token, _ = objective(logps, OLD, OLD, ADVANTAGES, MASK)
     ours = losses.aggregate(per_token, MASK, aggregation=aggregation)
     settings = settings | {"importance_sampling_level": ratio_level}
-    assert_same(ours, trl_loss(logps, loss_type=options["objective"], **settings), logps)
+    assert_same(ours, trl_loss(logps, loss_type=options["name"], **settings), logps)
 
 
 def test_completions_far_from_the_sampler_are_left_out():

@@ -161,7 +161,7 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
     assert set(environment) == {
         *("python", "platform", "cpu", "cpu_capability", "world_size", "gpu", "num_gpus"),
         *("compute_dtype", "model_commit", "dataset_commit", "git_commit", "packages"),
-        *("script", "stage", "started"),
+        *("script", "stage", "started", "user_files"),
     }
     assert environment["world_size"] == 3
     assert (environment["gpu"], environment["num_gpus"]) == (None, 0)

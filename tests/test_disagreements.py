@@ -30,6 +30,7 @@ from common.forward import Policy, RewardModel
 from common.grpo import rollouts
 from common.grpo.config import GRPOConfig
 from common.model import load
+from common.objectives.find import find_policy_objective
 from common.padding import padded_batch
 from train_dpo import DPOConfig, pair_losses
 
@@ -174,7 +175,7 @@ def test_the_sft_term_of_rpo_counts_every_pair_alike():
     expected = math.log(2) + 0.5 * ((1 + 2 + 3) / 3 + 5) / 2  # D is 0
     config = DPOConfig(output_dir="unused", model_name_or_path="unused", sft_weight=0.5)
     sums, lengths = (values.view(2, 2).T for values in (logps.sum(1), mask.sum(1)))  # (N, 2)
-    close(pair_losses(sums, sums, sums, lengths, config).mean(), expected)
+    close(pair_losses(sums, sums, lengths, config).mean(), expected)
 
     settings = {"beta": BETA, "loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
     both = trl_code.dpo_loss(logps, logps, mask, **settings)
@@ -243,7 +244,8 @@ def test_cispo_bounds_the_ratio_at_one_plus_epsilon_high():
     ratios, log_pi = torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64), -2.0
     logps = torch.full_like(ratios, log_pi)
     old, advantages, mask = logps - ratios.log(), torch.tensor([3.0]).double(), MASK[:1]
-    ours = losses.policy_loss(logps, old, advantages, mask, objective="cispo", epsilon_high=0.28)
+    objective = find_policy_objective("cispo", epsilon_high=0.28)
+    ours, _ = objective(logps, old, old, advantages, mask)
     close(ours, [[-0.5 * 3 * log_pi, -1.0 * 3 * log_pi, -1.28 * 3 * log_pi]])
     stand_in = trl_code.grpo_trainer(logps, loss_type="cispo", epsilon_high=0.28)
     trl = trl_code.grpo_loss(stand_in, advantages, mask, old_per_token_logps=old)

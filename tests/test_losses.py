@@ -23,6 +23,7 @@ from common.grpo.sampler_correction import (
     sampler_drift,
     sampler_weights,
 )
+from common.objectives.find import POLICY, find_policy_objective
 
 LN2 = math.log(2)
 SOFTPLUS_MINUS_1 = 0.31326168751822286  # -log sigma(1)
@@ -363,8 +364,9 @@ def test_policy_gradient_at_ratio_one_is_reinforce():
         for old in (logps, logps.detach()):
             loss = losses.policy_loss(logps, old, advantages, mask, ratio_level=ratio_level)
             close(loss, -advantages[:, None] * mask)
-            for objective in losses.POLICY_OBJECTIVES:
-                values = losses.policy_loss(logps, old, advantages, mask, objective=objective)
+            for objective in POLICY:
+                loss_of = find_policy_objective(objective)
+                values, _ = loss_of(logps, old, old, advantages, mask)
                 total = losses.aggregate(values, mask, aggregation="token")
                 (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
                 close(gradient, expected, 1e-10)
@@ -431,11 +433,11 @@ DPPO = [
 # log mu, ratio, advantage, loss, d loss / d log pi, whether it is clipped, options
 BY_HAND = [  # clipped tokens are those without a gradient that have an advantage
     *((-1.3, r, a, loss, d, d == 0 and a != 0, o) for r, a, o, loss, d in CLIPPING),
-    *((-1.3, *case, case[0] > 1.2, {"objective": "cispo"}) for case in CISPO),
-    *((-1.3, *case, False, {"objective": "sapo", "temperatures": (1.0, 2.0)}) for case in SAPO),
+    *((-1.3, *case, case[0] > 1.2, {"name": "cispo"}) for case in CISPO),
+    *((-1.3, *case, False, {"name": "sapo", "tau_pos": 1.0, "tau_neg": 2.0}) for case in SAPO),
     *(
         (math.log(mu), p / mu, a, -a * w * math.log(p), -a * w, w != pytest.approx(p / mu))
-        + (o | {"objective": "dppo"},)
+        + (o | {"name": "dppo"},)
         for p, mu, a, o, w in DPPO
     ),
 ]
@@ -449,13 +451,20 @@ def test_an_objective_by_hand(old_logp, ratio, advantage, loss, slope, is_clippe
     mask = torch.tensor([[True, False]])
     old = torch.tensor([[old_logp, torch.nan]])
     logps = torch.tensor([[old_logp + math.log(ratio), 0.0]], requires_grad=True)
-    terms = (logps, old, torch.tensor([advantage]), mask)
-    ours = losses.policy_loss(*terms, **options)
+    objective = find_policy_objective(**{"name": "clip"} | options)
+    ours, metrics = objective(logps, old, old, torch.tensor([advantage]), mask)
     close(ours, [[loss, 0.0]])
     ours.sum().backward()
     close(logps.grad, [[slope, 0.0]])
-    counted = {name: value for name, value in options.items() if name != "temperatures"}
-    assert losses.clipped_tokens(*terms, **counted).tolist() == [[is_clipped, False]]
+    if objective.name != "sapo":  # which has no bound
+        assert metrics["clip_fraction"].tolist() == [[is_clipped, False]]
+
+
+def clipped_tokens(
+    name: str, logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **settings: float
+) -> Tensor:
+    objective = find_policy_objective(name, **settings)
+    return objective(logps, old, old, advantages, mask)[1]["clip_fraction"]
 
 
 def test_a_token_without_advantage_up_to_rounding_is_not_clipped():
@@ -465,7 +474,7 @@ def test_a_token_without_advantage_up_to_rounding_is_not_clipped():
     for advantages in (in_group, normalise_globally(in_group, everywhere, lambda sums: sums)):
         assert bool((advantages[:2, 1] != 0).all())
         terms = (torch.full((9, 1), 1.0), torch.zeros(9, 1), advantages.flatten())
-        clipped = losses.clipped_tokens(*terms, torch.ones(9, 1, dtype=torch.bool))
+        clipped = clipped_tokens("clip", *terms, torch.ones(9, 1, dtype=torch.bool))
         assert clipped.flatten().nonzero().flatten().tolist() == [2, 5]
 
 
@@ -475,12 +484,13 @@ def test_the_clip_acts_on_the_ratio_of_each_level():
     mask = torch.tensor([[True, True, False], [True, True, False]])
     old, ones = torch.full((2, 3), -6.0), torch.ones(2)
     terms = (old + log_ratio, old)
-    token = losses.clipped_tokens(*terms, ones, mask)
+    token = clipped_tokens("clip", *terms, ones, mask)
     assert token.tolist() == [[True, False, False], [False, False, False]]
-    sequence = losses.clipped_tokens(*terms, ones, mask, ratio_level="sequence")
+    sequence = clipped_tokens("gspo", *terms, ones, mask)
     assert sequence.tolist() == [[True, True, False], [False, False, False]]
-    for delta, expected in ((None, False), (1.9, True), (2.1, False)):
-        capped = losses.clipped_tokens(*terms, -ones, mask, ratio_level="sequence", delta=delta)
+    bounds = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+    for delta, expected in ((math.inf, False), (1.9, True), (2.1, False)):
+        capped = clipped_tokens("gspo", *terms, -ones, mask, delta=delta, **bounds)
         assert capped[0].tolist() == [expected, expected, False]
     by_level = [losses.policy_loss(*terms, -ones, mask, ratio_level=x) for x in losses.RATIO_LEVELS]
     close(torch.stack(by_level)[:, 0], [[4.0, 1.0, 0.0], [2.0, 2.0, 0.0]])
@@ -649,8 +659,11 @@ def test_unusable_options_are_refused_with_the_values_allowed():
         (lambda: losses.kl_estimate(logps, logps, estimator="k4"), "'k4'.*k1, k2, k3"),
         (lambda: policy(ratio_level="word"), "'word'.*token, sequence"),
         (lambda: policy(delta=1.1), "delta is 1.1.*1 \\+ epsilon_high = 1.2"),
-        (lambda: policy(delta=3.0, objective="cispo"), "delta is 3.0.*None with objective cispo"),
-        (lambda: policy(objective="ppo"), "'ppo'.*clip, cispo, sapo, dppo"),
+        (
+            lambda: find_policy_objective("cispo", delta=3.0),
+            "cispo has no setting 'delta'; its settings are epsilon_high, ratio_level",
+        ),
+        (lambda: find_policy_objective("ppo"), "'ppo'.*cispo, clip, dppo, gspo, sapo"),
         (
             lambda: sampler_weights(logps, logps, mask, correction="tis", cap=2.0),
             "'tis'.*token_truncate",

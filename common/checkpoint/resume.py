@@ -105,7 +105,7 @@ def is_finished(config: TrainConfig) -> bool:
         return False
     ended = (output_dir / ENVIRONMENT).stat().st_mtime
     paths = [config.model_name_or_path, getattr(config, "ref_model_name_or_path", "")]
-    paths += getattr(config, "reward_funcs", [])
+    paths += [*getattr(config, "reward_funcs", []), getattr(config, "policy_objective", "")]
     inputs = [Path(path, "config.json") for path in paths if path]
     inputs += [Path(path.rpartition(":")[0]) for path in paths if ".py:" in path]
     rows = Path(config.dataset_name).expanduser()

@@ -1,14 +1,19 @@
 """The configuration of GRPO: one flag per variant, and which of them exclude each other."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
 from common.config.flags import SMALLEST_TEMPERATURE, FrozenFlags, SampleTableFlags, flag, path_flag
 from common.config.stages import TrainConfig
 from common.grpo.sampler_correction import SAMPLER_CORRECTIONS
-from common.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_OBJECTIVES, RATIO_LEVELS
+from common.losses import AGGREGATIONS, KL_ESTIMATORS
 from common.sampling.vllm.config import EngineConfig
+
+if TYPE_CHECKING:
+    from common.objectives.find import PolicyObjective
+
+BOUNDS = ("epsilon_low", "epsilon_high")  # settings of objectives that are flags
 
 
 @dataclass
@@ -89,24 +94,12 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     _objective: ClassVar = "objective"
     num_iterations: int = flag(1, "passes over the completions of a rollout", gt=0)
     num_minibatches: int = flag(1, "updates in a pass, each on its share of the prompts", gt=0)
-    policy_objective: str = flag(
-        "clip",
-        "clip: no gradient outside of the bounds; cispo: a bounded weight; sapo: a soft gate; "
-        "dppo: no gradient where the probability has moved from the sampler's by more than bounds",
-        POLICY_OBJECTIVES,
+    policy_objective: str = path_flag(
+        "clip", "a file of common/objectives/policy; file.py:function (your file is run as code)"
     )
-    ratio_level: str = flag("token", "ratio of a token, or of the sequence (GSPO)", RATIO_LEVELS)
-    epsilon_low: float = flag(
-        0.2, "the ratio is clipped below 1 - epsilon_low; dppo: largest fall in probability", ge=0
-    )
-    epsilon_high: float = flag(
-        0.2, "the ratio is clipped above 1 + epsilon_high; dppo: largest rise in probability", ge=0
-    )
-    delta: float = flag(
-        0.0, "largest ratio: clip: where the advantage is negative; dppo: any (0: none)", ge=0
-    )
-    sapo_temperature_pos: float = flag(1.0, "of SAPO's gate, for positive advantages", gt=0)
-    sapo_temperature_neg: float = flag(1.05, "of SAPO's gate, for other advantages", gt=0)
+    objective_args: list[str] = flag([], "its settings, as tau_pos=1 (empty: its defaults)")
+    epsilon_low: float = flag(0.0, "clip the ratio below 1 - it (0: the objective's default)", ge=0)
+    epsilon_high: float = flag(0.0, "clip the ratio above 1 + it (0: as above)", ge=0)
     off_policy_mask_threshold: float = flag(
         0.0,
         "completions with a negative advantage leave the policy term where the sampler's mean "
@@ -169,10 +162,21 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         if slash and kind.endswith("reward") and function not in functions:
             raise self.refused("metric_for_best_model", f"{kind}/ and one of {[*functions]}")
         refuse_rollouts(self)
+        settings = self.objective.settings.copy()
+        self.epsilon_low, self.epsilon_high = (settings.pop(name, 0.0) for name in BOUNDS)
+        self.objective_args = [f"{name}={value}" for name, value in settings.items()]
         refuse_objective(self)
         if self.beta > 0:
             refuse_reference(self)
             refuse_kl(self)
+
+    @property
+    def objective(self) -> "PolicyObjective":
+        """The policy objective with its settings."""
+        from common.objectives.find import find_policy_objective
+
+        bounds = {name: getattr(self, name) for name in BOUNDS if getattr(self, name)}
+        return find_policy_objective(self.policy_objective, self.objective_args, **bounds)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -215,14 +219,10 @@ def refuse_rollouts(config: GRPOConfig) -> None:
 
 def refuse_objective(config: GRPOConfig) -> None:
     """Raise a UserError for flags that an objective does not go with."""
-    if config.delta and config.policy_objective in ("cispo", "sapo"):
-        raise config.refused("delta", f"0 with --policy_objective {config.policy_objective}")
-    least = 1 + config.epsilon_high
-    if 0 < config.delta <= least:
-        raise config.refused("delta", f"0 or above 1 + epsilon_high, {least:g}")
     is_weighted = config.sampler_correction not in ("none", "geometric_mask")
-    if config.policy_objective == "dppo" and is_weighted:
-        where = "with --policy_objective dppo, whose ratio is that to the sampler"
+    if config.objective.corrects_sampler and is_weighted:
+        name = config.policy_objective
+        where = f"with --policy_objective {name}, whose ratio is that to the sampler"
         raise config.refused("sampler_correction", f"none or geometric_mask {where}")
     is_negative = config.penalize_missing_eos and config.missing_eos_penalty < 0
     if config.scale_rewards == "mean" and is_negative:

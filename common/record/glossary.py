@@ -5,8 +5,9 @@ from typing import Any
 
 FUNCTION_PREFIX = "reward/"
 LOGGED_PREFIX = "logged/"
-# Prefixes of names that depend on the run: of reward functions, and of what they log.
-PREFIXES = (FUNCTION_PREFIX, LOGGED_PREFIX, f"eval_{FUNCTION_PREFIX}")
+OBJECTIVE_PREFIX = "objective/"
+# Prefixes of names that depend on the run: of reward functions, what they log, an objective's.
+PREFIXES = (FUNCTION_PREFIX, LOGGED_PREFIX, OBJECTIVE_PREFIX, f"eval_{FUNCTION_PREFIX}")
 ENDS = ("_low", "_high")  # of a 95% interval: eval_reward_low, eval_reward_low/gold
 
 METRICS = (
@@ -18,8 +19,8 @@ METRICS = (
     *("accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_longer"),
     *("reward_shift", "chosen_logp", "rejected_logp", "eval_reward_margin"),
     # GRPO
-    *("reward", "reward_std", "reward/<function>", "logged/<name>", "kept_reward"),
-    *("advantage_mean_kept", "effective_sample_size", "candidates_seen"),
+    *("reward", "reward_std", "reward/<function>", "logged/<name>", "objective/<name>"),
+    *("kept_reward", "advantage_mean_kept", "effective_sample_size", "candidates_seen"),
     *("zero_variance_fraction", "replaced_groups", "kl", "clip_fraction", "off_policy_fraction"),
     *("sampler_kl", "sampler_weight_share", "completion_length", "stop_rate"),
     *("eval_reward", "eval_reward/<function>", "eval_kl", "eval_completion_length"),

@@ -6,18 +6,20 @@ metrics.jsonl       a line for each logged step
 samples.jsonl       a line for each completion in a table
 """
 
+import hashlib
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from common.config.flags import values_of
 from common.errors import UserError
 from common.record.jsonl import read_jsonl, write_atomically
 
@@ -49,6 +51,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> dict[Path,
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,
+        "user_files": user_files(config),
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
     texts = {
@@ -58,6 +61,18 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> dict[Path,
     for file, text in texts.items():
         write_atomically(file, [text])
     return texts
+
+
+def user_files(config: Any) -> dict[str, str]:
+    """SHA-256 of each file that `path/to/file.py:function` names in a config."""
+    values = [value for f in fields(config) for value in values_of(config, f)]
+    names = [value.rpartition(":")[0] for value in values if ".py:" in str(value)]
+    files = {name: Path(os.path.expanduser(name)) for name in names}
+    return {
+        name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for name, file in files.items()
+        if os.path.isfile(file)  # a pattern may be longer than any name of a file
+    }
 
 
 def versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common import losses
 from common.advantages import group_advantages
+from common.objectives.find import find_policy_objective
 
 CASES = json.loads(Path(__file__).with_name("cases.json").read_text())
 TOLERANCE = 1e-5
@@ -54,9 +55,9 @@ class OurCase(Case):
             per_token = per_token * losses.probability_ratio(self.logps, self.old_logps, self.mask)
         return losses.aggregate(per_token, self.mask, aggregation="token")
 
-    def policy(self, aggregate: dict[str, Any], **options: Any) -> Tensor:
-        inputs = (self.logps, self.old_logps, self.advantages, self.mask)
-        per_token = losses.policy_loss(*inputs, **options)
+    def policy(self, aggregate: dict[str, Any], objective: str = "clip", **settings: Any) -> Tensor:
+        inputs = (self.logps, self.old_logps, self.old_logps, self.advantages, self.mask)
+        per_token, _ = find_policy_objective(objective, **settings)(*inputs)
         counts = {"num_tokens": self.step_mask.sum(), "num_sequences": self.step_mask.any(1).sum()}
         return losses.aggregate(per_token, self.mask, **counts, **aggregate)
 

@@ -188,10 +188,11 @@ def dpo(trace: Trace, config: Any) -> Record:
 def grpo(trace: Trace, config: Any) -> Record:
     """Candidates, who was kept, advantages, and the kept ones' tokens on their way to the loss."""
     tokens, columns = movement(trace)
+    first = -len(trace.forwards)  # before it, the objective was called on a tiny batch
     tokens |= {
-        "ratio": [call.result for call in trace.of("probability_ratio", "policy_loss")],
-        "clipped": [call.result for call in trace.of("clipped_tokens")],
-        "policy_term": [call.result for call in trace.of("policy_loss")],
+        "ratio": [call.result for call in trace.of("probability_ratio", "clip")[first:]],
+        "clipped": [call.result for call in trace.of("clipped_tokens")[first:]],
+        "policy_term": [call.result[0] for call in trace.of("clip")[first:]],
         "token_loss": [call.arguments["per_token"] for call in trace.of("aggregate")],
     }
     if kls := trace.of("kl_estimate", "grpo_loss"):

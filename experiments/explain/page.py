@@ -43,15 +43,20 @@ def code_line(function: str, code: str = "") -> dict[str, Any]:
 
 
 def find_lines_again(file: Path) -> None:
-    """Write a recorded page anew with the lines of code as they are now; its numbers stay.
+    """Write a recorded page anew with functions and lines as they are now; its numbers stay.
 
     A line that is no longer there stays as it was, until the step is explained anew.
     """
     content = json.loads(DATA.findall(file.read_text(encoding="utf-8"))[0])
     content["repository"] = re.sub(r"/blob/\w+/$", "/blob/HEAD/", content["repository"])
-    for place in [*content["quantities"].values(), *content["boxes"]]:
+    texts = formulas(content["stage"])
+    boxes = {box["about"]: box for box in texts["flow"]}
+    places = [(place, boxes.get(place["about"], place)) for place in content["boxes"]]
+    for name, place in content["quantities"].items():
+        places.append((place, texts["quantities"].get(name, place)))
+    for place, today in places:
         with suppress(LookupError, AttributeError, ImportError):
-            place |= code_line(place["function"], place["code"])
+            place |= code_line(today["function"], today.get("code", ""))
     file.write_text(page(content), encoding="utf-8")
 
 

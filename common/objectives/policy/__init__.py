@@ -1,0 +1,1 @@
+"""Policy objectives of GRPO, each a file with a function of its name."""

@@ -1,0 +1,19 @@
+"""GSPO: the clip on the ratio of the whole completion. Zheng et al. 2025, eq. 5, 7 and 14.
+
+    loss = -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A)
+    rho  = exp(mean_t (log pi - log old)), with the gradient of each token's log-prob
+
+The gradient is the paper's if a completion has one advantage and the aggregation is `grpo`: the
+others weigh a completion by its number of tokens.
+"""
+
+from math import inf
+
+from common.losses import probability_ratio
+from common.objectives.policy.clip import clip_loss
+
+
+def gspo(logps, old_logps, advantages, mask, *, epsilon_low=3e-4, epsilon_high=4e-4, delta=inf):
+    """Loss of each token (B, C)."""
+    ratio = probability_ratio(logps, old_logps, mask, ratio_level="sequence")
+    return clip_loss(ratio, advantages, mask, 1 - epsilon_low, 1 + epsilon_high, delta)
