@@ -251,7 +251,7 @@ def test_of_a_model_under_bfloat16_only_the_vocabulary_head_multiplies_in_tf32()
     config, mesh = tiny.train_config(bf16=True, layout="padded"), distributed.mesh()
     batch = padded_batch([[1, 2, 3]], [[[5, 6, 2, 9]]], 7).to(distributed.device())
     policy = fsdp.shard(Policy(tiny.causal_lm("llama", is_plain=True)), config, mesh)
-    head = Head(policy.lm.lm_head.weight.full_tensor(), None)
+    head = Head(policy.lm.lm_head.weight.detach(), None)
     with Products() as products, torch.no_grad():
         states = policy(batch, with_hidden=True).hidden
         policy(batch, reference=ReferenceStates(states, head))

@@ -128,6 +128,7 @@ def accumulate(how: bool, num_replicas: int) -> dict[str, Any]:
     policy.zero_grad()
     run = Run.__new__(Run)  # without a folder
     run.module, run.shards_gradients, run.has_updated = policy, how, True
+    run.step, run.examples = 0, []
     before, held, counts = held_bytes(), [], []
     for part in run.micro_batches([batch] * 3):
         with CommDebugMode() as communication:
