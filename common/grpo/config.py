@@ -98,8 +98,8 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         "clip", "a file of common/objectives/policy; file.py:function (your file is run as code)"
     )
     objective_args: list[str] = flag([], "its settings, as tau_pos=1 (empty: its defaults)")
-    epsilon_low: float = flag(0.0, "clip the ratio below 1 - it (0: the objective's default)", ge=0)
-    epsilon_high: float = flag(0.0, "clip the ratio above 1 + it (0: as above)", ge=0)
+    epsilon_low: float = flag(-1.0, "clip the ratio below 1 - it (-1: objective's default)", ge=-1)
+    epsilon_high: float = flag(-1.0, "clip the ratio above 1 + it (-1: as above)", ge=-1)
     off_policy_mask_threshold: float = flag(
         0.0,
         "completions with a negative advantage leave the policy term where the sampler's mean "
@@ -162,8 +162,11 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         if slash and kind.endswith("reward") and function not in functions:
             raise self.refused("metric_for_best_model", f"{kind}/ and one of {[*functions]}")
         refuse_rollouts(self)
+        for name in BOUNDS:
+            if -1 < getattr(self, name) < 0:
+                raise self.refused(name, "at least 0, or -1")
         settings = self.objective.settings.copy()
-        self.epsilon_low, self.epsilon_high = (settings.pop(name, 0.0) for name in BOUNDS)
+        self.epsilon_low, self.epsilon_high = (settings.pop(name, -1.0) for name in BOUNDS)
         self.objective_args = [f"{name}={value}" for name, value in settings.items()]
         refuse_objective(self)
         if self.beta > 0:
@@ -175,7 +178,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         """The policy objective with its settings."""
         from common.objectives.find import find_policy_objective
 
-        bounds = {name: getattr(self, name) for name in BOUNDS if getattr(self, name)}
+        bounds = {name: getattr(self, name) for name in BOUNDS if getattr(self, name) >= 0}
         return find_policy_objective(self.policy_objective, self.objective_args, **bounds)
 
     @property

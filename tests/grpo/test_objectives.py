@@ -64,8 +64,8 @@ def test_settings_have_the_types_and_defaults_of_the_signature(tmp_path: Path):
     values = {"bound": 2.0, "power": 3, "shape": "tent", "symmetric": True, "epsilon_low": 0.1}
     assert config.objective.settings == values
     args = ["bound=2.0", "power=3", "shape=tent", "symmetric=True"]
-    assert (config.objective_args, config.epsilon_low, config.epsilon_high) == (args, 0.1, 0.0)
-    saved = {"objective_args": args, "epsilon_low": 0.1, "epsilon_high": 0.0}
+    assert (config.objective_args, config.epsilon_low, config.epsilon_high) == (args, 0.1, -1.0)
+    saved = {"objective_args": args, "epsilon_low": 0.1, "epsilon_high": -1.0}
     assert config_of(policy_objective=mine, **saved).objective.settings == values
     for wrong in ("power=0.5", "symmetric=maybe", "bound"):
         with pytest.raises(UserError, match=f"{wrong.partition('=')[0]}=.*must be "):
@@ -77,7 +77,10 @@ def test_flags_reach_the_objectives_whose_signature_has_them():
     assert config_of(policy_objective="gspo").objective.settings["epsilon_high"] == 4e-4
     config = config_of(policy_objective="cispo", epsilon_high=3.0)
     assert config.objective.settings == {"epsilon_high": 3.0, "ratio_level": "token"}
-    assert config.epsilon_low == 0
+    assert config.epsilon_low == -1  # it has none
+    assert config_of(epsilon_low=0.0).objective.settings["epsilon_low"] == 0
+    with pytest.raises(UserError, match="epsilon_low is -0.5; it must be at least 0, or -1"):
+        config_of(epsilon_low=-0.5)
     with pytest.raises(
         UserError, match=r"sapo has no setting 'epsilon_high'; its settings are tau"
     ):
