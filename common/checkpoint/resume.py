@@ -11,7 +11,7 @@ from common.checkpoint import best, layout
 from common.config.stages import MODEL_FOLDERS, TrainConfig
 from common.errors import UserError
 from common.record import output_lock
-from common.record.run_folder import ENVIRONMENT, read_config
+from common.record.run_folder import ENVIRONMENT, read_config, user_files
 from common.shutdown import signals
 
 
@@ -105,9 +105,9 @@ def is_finished(config: TrainConfig) -> bool:
         return False
     ended = (output_dir / ENVIRONMENT).stat().st_mtime
     paths = [config.model_name_or_path, getattr(config, "ref_model_name_or_path", "")]
-    paths += [*getattr(config, "reward_funcs", []), getattr(config, "policy_objective", "")]
+    paths += getattr(config, "reward_funcs", [])
     inputs = [Path(path, "config.json") for path in paths if path]
-    inputs += [Path(path.rpartition(":")[0]) for path in paths if ".py:" in path]
+    inputs += user_files(config).values()
     rows = Path(config.dataset_name).expanduser()
     inputs += rows.iterdir() if rows.is_dir() else [rows]
     for file in inputs:

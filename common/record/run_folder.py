@@ -51,7 +51,10 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> dict[Path,
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,
-        "user_files": user_files(config),
+        "user_files": {
+            name: hashlib.sha256(file.read_bytes()).hexdigest()
+            for name, file in user_files(config).items()
+        },
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
     texts = {
@@ -63,16 +66,13 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> dict[Path,
     return texts
 
 
-def user_files(config: Any) -> dict[str, str]:
-    """SHA-256 of each file that `path/to/file.py:function` names in a config."""
+def user_files(config: Any) -> dict[str, Path]:
+    """The files that `path/to/file.py:function` names in a config, by that path."""
     values = [value for f in fields(config) for value in values_of(config, f)]
     names = [value.rpartition(":")[0] for value in values if ".py:" in str(value)]
     files = {name: Path(os.path.expanduser(name)) for name in names}
-    return {
-        name: hashlib.sha256(file.read_bytes()).hexdigest()
-        for name, file in files.items()
-        if os.path.isfile(file)  # a pattern may be longer than any name of a file
-    }
+    # A pattern may be longer than any name of a file
+    return {name: file for name, file in files.items() if os.path.isfile(file)}
 
 
 def versions() -> dict[str, str]:
