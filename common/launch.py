@@ -46,7 +46,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         distributed.start(config.ddp_timeout)
         processes.refuse_without_gpu()
         if config.bf16:
-            processes.warn_of_slow_bfloat16()
+            processes.check_bfloat16(config.layout)
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             run_folder.refuse_unwritable(config.output_dir)
             tracking.refuse_impossible(getattr(config, "report_to", ()))

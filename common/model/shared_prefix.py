@@ -194,7 +194,7 @@ def attend_by_layout(
     refuse_unsupported(layout, options)
     if key.shape[-1] != value.shape[-1]:
         raise UserError("the model's values have another width than its keys; use --layout padded.")
-    refuse_unsupported_by_gpu(query)
+    refuse_head_width(query)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not isinstance(layout, Layout | LastLayer):
         output = layout.attend(int(module.layer_idx), query, key, value, scaling)  # type: ignore
@@ -211,12 +211,9 @@ def attend_by_layout(
     return branch_attention(query, key, value, whole, is_tail, scaling).transpose(1, 2)
 
 
-def refuse_unsupported_by_gpu(query: Tensor) -> None:
-    """Raise a UserError for a type or a head width that fused attention of a GPU does not take."""
-    is_half, width = query.dtype != torch.float32, query.shape[-1]
-    if query.is_cuda and is_half and torch.cuda.get_device_capability(query.device) < (8, 0):
-        raise UserError("this GPU has no attention in bfloat16; use --bf16 false.")
-    unit = 8 if is_half else 4
+def refuse_head_width(query: Tensor) -> None:
+    """Raise a UserError for heads (B, H, T, d) of a width that a GPU's attention does not take."""
+    width, unit = query.shape[-1], 4 if query.dtype == torch.float32 else 8
     if query.is_cuda and width % unit:
         raise UserError(
             f"the model's heads are {width} wide, which attention on a GPU takes in multiples of "

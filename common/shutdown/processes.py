@@ -50,11 +50,19 @@ def refuse_stale_store() -> None:
         )
 
 
-def warn_of_slow_bfloat16() -> None:
-    """Print a sentence where bfloat16 is slower than float32: on a CPU without its products."""
-    if distributed.device().type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        text = "this CPU has no bfloat16 products: --bf16 true is many times slower than false."
-        distributed.print_rank0(f"warning: {text}")
+def check_bfloat16(layout: str) -> None:
+    """Warn of a CPU without products of bfloat16; refuse a GPU without such attention.
+
+    The shared layout has no other kernels than fused attention's, which need compute capability 8.
+    """
+    if distributed.device().type == "cpu":
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            text = "this CPU has no bfloat16 products: --bf16 true is many times slower than false."
+            distributed.print_rank0(f"warning: {text}")
+    elif layout == "shared_prefix" and torch.cuda.get_device_capability() < (8, 0):
+        raise UserError(
+            "this GPU has no attention in bfloat16; use --bf16 false, or --layout padded."
+        )
 
 
 def refuse_without_gpu() -> None:

@@ -376,7 +376,8 @@ def test_a_cpu_on_which_bfloat16_is_slow_is_named(
 ) -> None:
     monkeypatch.setattr(distributed, "device", lambda: torch.device(device))
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_fast)
-    processes.warn_of_slow_bfloat16()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    processes.check_bfloat16("shared_prefix")
     printed = capsys.readouterr().out.strip()
     assert bool(printed) == (device == "cpu" and not is_fast)
     if printed:
@@ -463,3 +464,12 @@ def test_every_recipe_that_runs_the_project_hands_signals_on() -> None:
     runs = [line for line in lines if re.match(r"\t.* -m (experiments\.|pytest)", line)]
     assert len(runs) > 5
     assert [line for line in runs if not line.startswith(("\t$(RUN) ", "\texec "))] == []
+
+
+def test_a_gpu_without_attention_in_bfloat16_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    processes.check_bfloat16("padded")
+    with pytest.raises(UserError) as caught:
+        processes.check_bfloat16("shared_prefix")
+    tiny.check_sentence(caught.value, "--bf16 false", "--layout padded")
