@@ -55,7 +55,7 @@ demo: setup
 	$(LAUNCH) evaluate.py --config $(DEMO)/evaluate.yaml --seed $(SEED)
 
 overoptimization: setup
-	$(RUN) $(BIN)/python -m experiments.overoptimization \
+	$(RUN) $(BIN)/python -m experiments.runs.overoptimization \
 		--config assets/recipes/overoptimization/demo.yaml $(FLAGS)
 
 test: setup
@@ -71,11 +71,11 @@ test-vllm: $(VLLM_VENV)/.installed
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest tests/sampling/test_vllm.py
 
 replicate: setup
-	$(RUN) $(BIN)/python -m experiments.replicate \
+	$(RUN) $(BIN)/python -m experiments.runs.replicate \
 		--recipe $(RECIPE) --num_processes $(NPROC) $(FLAGS)
 
 sweep: setup
-	$(RUN) $(BIN)/python -m experiments.sweep --config $(SWEEP) $(FLAGS)
+	$(RUN) $(BIN)/python -m experiments.runs.sweep --config $(SWEEP) $(FLAGS)
 
 results: setup $(if $(filter conformance,$(or $(PARTS),conformance)),$(CONFORMANCE_VENV)/.installed)
 	exec $(BIN)/python -m experiments.records.make $(PARTS)

@@ -24,7 +24,7 @@ import yaml
 from common.errors import UserError
 from common.record.run_folder import read_metrics
 from common.record.terminal import format_number
-from experiments.stages import ROOT, exit_with_status, inputs, read_mark, write_mark
+from experiments.runs.stages import ROOT, exit_with_status, inputs, read_mark, write_mark
 
 
 @dataclass(frozen=True)

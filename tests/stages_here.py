@@ -3,8 +3,8 @@
 import importlib
 
 from common.report import plots
-from experiments import stages
-from experiments.stages import Stage
+from experiments.runs import stages
+from experiments.runs.stages import Stage
 
 
 def run_here(stage: Stage, num_processes: int = 1) -> None:

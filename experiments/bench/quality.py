@@ -170,7 +170,9 @@ def table(results: Mapping[str, Any]) -> str:
 
 def mean(of_seeds: Sequence[float | None], digits: int, sign: str = "") -> str:
     """Mean and interval; and how many seeds they are of, if not all."""
-    from experiments.outcomes import over  # torch: the parent must stay smaller than its children
+    from experiments.runs.outcomes import (
+        over,  # torch: the parent must stay smaller than its children
+    )
 
     values = [value for value in of_seeds if value is not None]
     if not values:

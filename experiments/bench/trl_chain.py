@@ -29,7 +29,7 @@ from common.text import synthetic
 from common.text.reading import load_rows
 from experiments.bench.rows import KINDS
 from experiments.bench.trl_stages import trainer_of
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 
 # Rows in a forward of a process: the fastest of 8, 16 and (GRPO) 32 in a few steps of each stage.
 MICRO_BATCH_SIZE = {"sft": 8, "reward": 8, "dpo": 16, "grpo": 16}

@@ -23,7 +23,7 @@ from common.record.terminal import run_command
 from experiments.explain.numbers import explain
 from experiments.explain.page import formulas, page, with_links
 from experiments.explain.trace import trace_step
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 
 SCRIPTS = ("train_sft.py", "train_reward.py", "train_dpo.py", "train_grpo.py")
 # The most that a recipe may have (0: all rows); flags of the command line come after them

@@ -16,7 +16,7 @@ from common.config.recipes import read_recipe
 from common.padding import PaddedBatch
 from common.record.run_folder import git_commit
 from experiments.explain.trace import Trace
-from experiments.stages import ROOT
+from experiments.runs.stages import ROOT
 
 FOLDER = Path(__file__).parent
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>')

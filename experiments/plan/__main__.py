@@ -14,7 +14,7 @@ from common import distributed
 from common.config.parser import parse
 from common.record.terminal import run_command
 from experiments.plan import page
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 
 SCRIPTS = ("train_sft.py", "train_reward.py", "train_dpo.py", "train_grpo.py")
 

@@ -11,11 +11,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from common.report import markdown
-from experiments.outcomes import over_seeds
 from experiments.records import make
-from experiments.sweep.effects import Effect, Effects
-from experiments.sweep.effects import draw as draw_effects
-from experiments.sweep.sweep_file import Variant
+from experiments.runs.outcomes import over_seeds
+from experiments.runs.sweep.effects import Effect, Effects
+from experiments.runs.sweep.effects import draw as draw_effects
+from experiments.runs.sweep.sweep_file import Variant
 
 STAGES = {
     "reward": "reward model",

@@ -17,10 +17,10 @@ from common.record.terminal import NOT_MEASURED
 from common.report import evaluation_report, markdown
 from common.report.figures import draw_accuracy, draw_reward, held_out
 from common.report.plots import save, style, system_colours, titled_figure
-from experiments.outcomes import over
 from experiments.records import make
 from experiments.records.texts import REWARDS
-from experiments.sweep.effects import DPI
+from experiments.runs.outcomes import over
+from experiments.runs.sweep.effects import DPI
 
 TITLE = re.compile(r"words:\n\n(.+)")  # in the prompts of `one-sentence`
 COLUMNS = {  # of the means over seeds: heading, scale, digits

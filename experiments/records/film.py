@@ -22,13 +22,13 @@ from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, GREY, save, style, titled_figure
 from common.report.tables import interval_cell
-from experiments.outcomes import over
-from experiments.overoptimization import plots
-from experiments.overoptimization.curves import Values, distance
-from experiments.overoptimization.measuring import Measured
-from experiments.overoptimization.summary import Point, SeedPoints, summarise, tracks_of
 from experiments.records import make
-from experiments.sweep.effects import DPI
+from experiments.runs.outcomes import over
+from experiments.runs.overoptimization import plots
+from experiments.runs.overoptimization.curves import Values, distance
+from experiments.runs.overoptimization.measuring import Measured
+from experiments.runs.overoptimization.summary import Point, SeedPoints, summarise, tracks_of
+from experiments.runs.sweep.effects import DPI
 
 SEEDS, BFLOAT16 = ("film-0", "film-1", "film-2"), ("film-bf16",)
 SIZES = (1, 4, 16, 64)  # of best of n

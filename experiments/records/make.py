@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from common.checkpoint.layout import describe
 from common.record.run_folder import accelerator, cpu_model, versions
 from experiments.records import current
 from experiments.records.texts import keep_completions, keep_measured
-from experiments.stages import exit_with_status
+from experiments.runs.stages import exit_with_status
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "assets" / "results"
@@ -63,8 +64,8 @@ class Part:
     python: str = sys.executable  # or that of another environment, by its path in the project
 
 
-SWEEP = "experiments.sweep --output_dir {out} --config"
-REPLICATE = "experiments.replicate --num_processes 2 --output_dir {out} --recipe"
+SWEEP = "experiments.runs.sweep --output_dir {out} --config"
+REPLICATE = "experiments.runs.replicate --num_processes 2 --output_dir {out} --recipe"
 SMOLLM2 = "data/SmolLM2-135M-Instruct"  # a folder, or a link to one
 SWEPT = ("sweep.json", "report.md", "plots/*.png")
 CHAIN = (
@@ -72,7 +73,7 @@ CHAIN = (
     "seed_*/evaluation/results.json",
 )
 FILM = (  # in one process, of several threads
-    "experiments.replicate --output_dir {out} --recipe film "
+    "experiments.runs.replicate --output_dir {out} --recipe film "
     f"--overrides model_name_or_path={SMOLLM2}"
 )
 FRONTIER = (
@@ -108,7 +109,7 @@ PARTS = {
     "ablations": Part(f"{SWEEP} assets/recipes/ablations/demo.yaml", SWEPT),
     "iterative": Part(f"{SWEEP} assets/recipes/iterative/demo.yaml", SWEPT),
     "overoptimization": Part(
-        "experiments.overoptimization --output_dir {out} "
+        "experiments.runs.overoptimization --output_dir {out} "
         "--config assets/recipes/overoptimization/demo.yaml --seeds 0 1 2 3 4 5 6 7",
         ("results.json", "report.md", "plots/*.png"),
     ),
@@ -207,7 +208,7 @@ def make(name: str, commit: str, tree: Path) -> bool:
     """Make a part unless it has a record of this code or lacks an input; False if it failed."""
     part, record = PARTS[name], read_record(name)
     out, command = tree / "output" / name, part.command.format(out=f"output/{name}")
-    if record.get("commands") == [command] and record["git_commit"] == commit:
+    if is_same_command(record, command) and record["git_commit"] == commit:
         print(f"{name}: recorded", flush=True)
         return True
     if part.stages and record and not what_changed(name):
@@ -255,8 +256,14 @@ def what_changed(name: str) -> str:
     if "trajectories" in record and current.have_moved(record["trajectories"], today):
         return "the golden trajectories"
     settings = current.settings(" ".join((command, *part.reads)), ROOT)
-    same = record.get("commands") == [command] and record.get("settings") == settings
+    same = is_same_command(record, command) and record.get("settings") == settings
     return "" if same else "the settings"
+
+
+def is_same_command(record: dict[str, Any], command: str) -> bool:
+    """Whether a record is of a command, whose module may have moved to another folder."""
+    commands = [*record.get("commands", ()), command]
+    return len({re.sub(r"^[\w.]*\.", "", text) for text in commands}) == 1 < len(commands)
 
 
 def run(command: Sequence[str], tree: Path, out: Path, part: Part) -> int:

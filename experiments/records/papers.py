@@ -15,10 +15,10 @@ import numpy as np
 
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
-from experiments.outcomes import over_seeds
-from experiments.overoptimization.curves import fit
-from experiments.overoptimization.plots import series_of
 from experiments.records import make
+from experiments.runs.outcomes import over_seeds
+from experiments.runs.overoptimization.curves import fit
+from experiments.runs.overoptimization.plots import series_of
 
 Record = Mapping[str, Any]
 Effect = Callable[[Record], list[float]]  # by seed; a KeyError where it was not measured

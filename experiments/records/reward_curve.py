@@ -15,11 +15,11 @@ from common.record.run_folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, save, style, titled_figure
-from experiments.outcomes import over, over_seeds
-from experiments.overoptimization.curves import best_of_n_kl
 from experiments.records import make
 from experiments.records.chains import evaluations
-from experiments.sweep.effects import DPI
+from experiments.runs.outcomes import over, over_seeds
+from experiments.runs.overoptimization.curves import best_of_n_kl
+from experiments.runs.sweep.effects import DPI
 
 PART = "one-sentence"
 CHECK = "one_sentence"

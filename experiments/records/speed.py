@@ -10,9 +10,9 @@ from typing import Any
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, save, style, titled_figure
-from experiments.outcomes import over
 from experiments.records import make
-from experiments.sweep.effects import DPI
+from experiments.runs.outcomes import over
+from experiments.runs.sweep.effects import DPI
 
 LEFT_OUT = ("unit", "goal", "% of ceiling", "tokens per rollout")  # shown by the record only
 STAGES = {  # by how they are judged, and the digits of that

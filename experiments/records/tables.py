@@ -15,8 +15,6 @@ from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.exercises import questions
 from experiments.explain.page import find_lines_again
-from experiments.overoptimization.page import fallen
-from experiments.overoptimization.plots import draw_curves
 from experiments.records import ablations, chains, film, papers, reward_curve, speed
 from experiments.records.make import (
     PARTS,
@@ -28,6 +26,8 @@ from experiments.records.make import (
     read_record,
     what_changed,
 )
+from experiments.runs.overoptimization.page import fallen
+from experiments.runs.overoptimization.plots import draw_curves
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]

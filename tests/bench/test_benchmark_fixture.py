@@ -26,7 +26,7 @@ from experiments.bench import __main__ as bench
 from experiments.bench import fixture, flops, our_stages, processes, quality
 from experiments.bench.fixture import EOS_ID
 from experiments.bench.rows import CHECKS, ROWS, SHAPES, BenchRow, Shape
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 
 MINI = Shape(num_layers=2, width=64, num_heads=2, vocabulary=1024, num_positions=512)
 TOY = Shape(num_layers=1, width=2, num_heads=1, vocabulary=10, num_positions=8)

@@ -25,7 +25,7 @@ from common.evaluation import split
 from common.model import optim
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 
 pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")
 BAD_ROW = 5

@@ -14,7 +14,7 @@ import pytest
 from common.config.hints import counterparts, why_absent
 from common.config.parser import parse
 from common.errors import UserError
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-trl.md"
 NAMES = r"(`\w+`(?:, `\w+`)*)"

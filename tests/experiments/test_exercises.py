@@ -16,7 +16,7 @@ from common.record.glossary import METRICS
 from experiments import exercises
 from experiments.exercises import COMMANDS, EXERCISES, ROOT, Exercise
 from experiments.records.make import cells, printed
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.new)

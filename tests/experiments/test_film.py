@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from assets.recipes.film import baselines
 from common.config.parser import parse
 from common.record.jsonl import read_jsonl
-from experiments import replicate, stages
-from experiments.overoptimization.curves import best_of_n, best_of_n_kl
-from experiments.stages import ROOT
+from experiments.runs import replicate, stages
+from experiments.runs.overoptimization.curves import best_of_n, best_of_n_kl
+from experiments.runs.stages import ROOT
 
 pytestmark = pytest.mark.usefixtures("without_pictures", "few_resamples")
 

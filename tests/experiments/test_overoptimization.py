@@ -37,15 +37,15 @@ from common.grpo.config import GRPOConfig
 from common.record.jsonl import read_jsonl
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
-from experiments import stages
-from experiments.overoptimization import __main__ as overoptimization
-from experiments.overoptimization import page
-from experiments.overoptimization.config import OveroptimizationConfig
-from experiments.overoptimization.curves import best_of_n, best_of_n_kl, distance, drop, fit
-from experiments.overoptimization.measuring import Measured, Measurer
-from experiments.overoptimization.runs import Chain, choose, write_optimised
-from experiments.overoptimization.summary import SeedPoints, summarise
-from experiments.stages import ROOT
+from experiments.runs import stages
+from experiments.runs.overoptimization import __main__ as overoptimization
+from experiments.runs.overoptimization import page
+from experiments.runs.overoptimization.config import OveroptimizationConfig
+from experiments.runs.overoptimization.curves import best_of_n, best_of_n_kl, distance, drop, fit
+from experiments.runs.overoptimization.measuring import Measured, Measurer
+from experiments.runs.overoptimization.runs import Chain, choose, write_optimised
+from experiments.runs.overoptimization.summary import SeedPoints, summarise
+from experiments.runs.stages import ROOT
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 

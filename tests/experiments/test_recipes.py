@@ -35,7 +35,7 @@ from common.config.parser import parse
 from common.record.jsonl import read_jsonl
 from common.text import sources, synthetic
 from common.text.reading import load_rows
-from experiments.stages import ROOT, config_class
+from experiments.runs.stages import ROOT, config_class
 
 RECIPES = ROOT / "assets" / "recipes"
 SCRIPTS = {stage: f"train_{stage}" for stage in ("sft", "reward", "dpo", "grpo")}

@@ -17,10 +17,10 @@ from stages_here import run_here
 
 from common.config.parser import parse
 from common.errors import UserError
-from experiments import replicate, stages
-from experiments.replicate import ReplicateConfig
-from experiments.replication import Published, read_published, source_lines
-from experiments.stages import ROOT, Stage, command, config_of, with_progress
+from experiments.runs import replicate, stages
+from experiments.runs.replicate import ReplicateConfig
+from experiments.runs.replication import Published, read_published, source_lines
+from experiments.runs.stages import ROOT, Stage, command, config_of, with_progress
 
 pytestmark = pytest.mark.usefixtures("without_pictures", "few_resamples")
 

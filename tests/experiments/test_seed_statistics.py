@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments import replication
-from experiments.outcomes import judges, outcome_of, over_seeds
-from experiments.sweep import __main__ as sweep
-from experiments.sweep.effects import Effect
-from experiments.sweep.sweep_file import Variant
+from experiments.runs import replication
+from experiments.runs.outcomes import judges, outcome_of, over_seeds
+from experiments.runs.sweep import __main__ as sweep
+from experiments.runs.sweep.effects import Effect
+from experiments.runs.sweep.sweep_file import Variant
 
 
 def test_a_judge_is_known_by_its_name_whatever_it_gave():

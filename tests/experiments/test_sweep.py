@@ -27,9 +27,9 @@ from common.grpo.config import GRPOConfig
 from common.model import fsdp, optim
 from common.sampling import decode
 from common.text.reading import load_rows
-from experiments.stages import ROOT, Stage, config_of, description, write_mark
-from experiments.sweep import __main__ as sweep
-from experiments.sweep.sweep_file import read_sweep
+from experiments.runs.stages import ROOT, Stage, config_of, description, write_mark
+from experiments.runs.sweep import __main__ as sweep
+from experiments.runs.sweep.sweep_file import read_sweep
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 

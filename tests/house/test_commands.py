@@ -20,7 +20,7 @@ from mistakes import STAGES
 from transformers import AutoTokenizer
 
 from common.config.parser import parse
-from experiments.stages import ROOT, config_class
+from experiments.runs.stages import ROOT, config_class
 
 PAGES = [*sorted(ROOT.glob("*.md"), reverse=True), *sorted(ROOT.glob("docs/*.md"))]  # README first
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)

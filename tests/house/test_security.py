@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 
 from common.config.parser import parse
 from common.model import load
-from experiments.stages import ROOT, config_class
+from experiments.runs.stages import ROOT, config_class
 
 CODE = sorted(
     path

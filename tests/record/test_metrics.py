@@ -39,7 +39,7 @@ from common.record.metrics import PHASES, Accumulator
 from common.record.profile import start_profiler
 from common.record.terminal import format_number, markdown_table, wrapped_table
 from common.run import Run
-from experiments.stages import ROOT, config_class
+from experiments.runs.stages import ROOT, config_class
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -1,12 +1,11 @@
 """Claim: a record is of a clean commit, is not made twice, and is never lost to one that failed.
 
-The commands that records name exist, with all their flags.
+The commands of all parts exist, with all their flags, and records are of them.
 """
 
 import argparse
 import hashlib
 import importlib.util
-import json
 import re
 import runpy
 import subprocess
@@ -19,7 +18,7 @@ from mistakes import STAGES
 from common.config.parser import parse
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from experiments.records import make, tables, texts
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 
 ADDER = (
     "import sys, pathlib\npathlib.Path(sys.argv[1], 'kept.txt').write_text('1\\n')\nprint('a')\n"
@@ -189,12 +188,15 @@ def test_the_code_of_a_record_imports_no_other_test():
         assert set(imported) <= own, file
 
 
-def commands() -> list[str]:
-    """The commands of all parts, and those that records name."""
-    named = {part.command.format(out=f"output/{name}") for name, part in make.PARTS.items()}
-    for record in make.RECORDS.glob(f"*/{make.RECORD}"):
-        named |= {*json.loads(record.read_text())["commands"]}
-    return sorted(named)
+COMMANDS = {name: part.command.format(out=f"output/{name}") for name, part in make.PARTS.items()}
+
+
+@pytest.mark.parametrize("part", COMMANDS)
+def test_a_record_is_of_the_command_of_its_part(part: str):
+    if record := make.read_record(part):
+        assert make.is_same_command(record, COMMANDS[part])
+        assert not make.is_same_command(record, f"{COMMANDS[part]} --seed 1")
+        assert not make.is_same_command({}, COMMANDS[part])
 
 
 class ParsedError(BaseException):
@@ -202,8 +204,8 @@ class ParsedError(BaseException):
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("command", commands())
-def test_every_command_of_a_record_can_be_run_today(command, monkeypatch):
+@pytest.mark.parametrize("command", COMMANDS.values())
+def test_every_command_can_be_run_today(command, monkeypatch):
     def parse_known_args(parser, *arguments):
         options, strays = parse_words(parser, *arguments)
         if not strays:

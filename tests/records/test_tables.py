@@ -17,7 +17,7 @@ from PIL import Image
 from common.evaluation.records import BASELINES, Results
 from experiments.records import ablations, chains, make, papers, reward_curve, speed, tables
 from experiments.records.papers import CLAIMS, Claim, at_equal_kl, line, misfit, turn
-from experiments.sweep.sweep_file import read_sweep
+from experiments.runs.sweep.sweep_file import read_sweep
 
 PAGE = "# Page\n\nBefore.\n\n<!-- demo.mean -->\nold\n<!-- /demo.mean -->\n\nAfter.\n"
 RECORD = {

@@ -34,7 +34,7 @@ from common.grpo.config import GRPOConfig
 from common.model import load
 from common.record.jsonl import read_jsonl
 from common.sampling.sampler import Sampler
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 

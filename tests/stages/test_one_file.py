@@ -33,7 +33,7 @@ from common.report import evaluation_report
 from common.text import synthetic
 from experiments import one_file
 from experiments.one_file import Flags, Losses, Policy, RewardModel, Row
-from experiments.stages import ROOT, config_class
+from experiments.runs.stages import ROOT, config_class
 
 pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from experiments import stages
-from experiments.stages import Stage, StageFailed, description, is_finished, run
+from experiments.runs import stages
+from experiments.runs.stages import Stage, StageFailed, description, is_finished, run
 
 SCRIPT = """
 import sys

@@ -15,7 +15,7 @@ from ranks import STAGES
 from common.config.flags import CompletionFlags, FrozenFlags, SampleTableFlags
 from common.config.stages import TrainConfig
 from common.sampling.vllm.config import EngineConfig
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 from tests.variants import OF_STAGE, VARIANTS, Run, compare, label, largest_difference, row
 
 GROUPS = (TrainConfig, EngineConfig, SampleTableFlags, CompletionFlags, FrozenFlags)

@@ -23,7 +23,7 @@ from scipy.sparse.linalg import lsqr
 
 from assets.recipes.film.make_rows import CUE, table
 from common.record.jsonl import read_jsonl
-from experiments import row_maker
+from experiments.runs import row_maker
 
 LEXICON = "vaderSentiment/vader_lexicon.txt"  # in the package
 WORD = re.compile(r"[a-z][a-z'-]*")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where `common` is
 from common.noise import derive_seed  # noqa: E402
-from experiments import row_maker  # noqa: E402
+from experiments.runs import row_maker  # noqa: E402
 
 ARCHIVE = "additional_resources/hutto_ICWSM_2014.tar.gz"  # in the package
 TEXTS, RATINGS = "movieReviewSnippets_GroundTruth.txt", "movieReviewSnippets_anonDataRatings.txt"

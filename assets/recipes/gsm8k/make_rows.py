@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where `common` is
-from experiments import row_maker  # noqa: E402
+from experiments.runs import row_maker  # noqa: E402
 
 INSTRUCTION = (
     "Solve the problem step by step. End with a line that has #### and then the answer, a number "

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where `common` is
-from experiments import row_maker  # noqa: E402
+from experiments.runs import row_maker  # noqa: E402
 
 INSTRUCTION = "Summarize this paper in one short sentence of 8 to 16 words:"
 MOST_WORDS = 45  # of the sentences behind the first

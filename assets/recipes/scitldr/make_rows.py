@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where `common` is
-from experiments import row_maker  # noqa: E402
+from experiments.runs import row_maker  # noqa: E402
 
 SPLITS = {"train": "train.jsonl", "dev": "validation.jsonl"}
 DIMENSIONS = ("coherence", "consistency", "fluency", "relevance")

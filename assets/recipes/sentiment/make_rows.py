@@ -19,7 +19,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where `common` is
-from experiments import row_maker  # noqa: E402
+from experiments.runs import row_maker  # noqa: E402
 
 SHORTEST, LONGEST = 2, 8  # tokens of a prompt
 NUM_HELD_OUT = 1024

@@ -46,7 +46,7 @@ from experiments.bench.ceiling import median_seconds, product_shapes, rate, wait
 from experiments.bench.gpu.attention import attention_difference
 from experiments.bench.gpu.watch import Watch
 from experiments.bench.rows import EVERY_ROW, KINDS, SHAPES, BenchRow
-from experiments.stages import config_class
+from experiments.runs.stages import config_class
 
 FOLDER = processes.REPOSITORY / "output" / "bench" / "gpu"
 # Seconds of a case on an H100, with GPT-2 small and with GPT-2 large; three times, if it compiles

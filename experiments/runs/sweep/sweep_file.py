@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from common.config.recipes import read_recipe
 from common.errors import UserError
-from experiments.stages import Stage
+from experiments.runs.stages import Stage
 
 Entry = TypeVar("Entry")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")

@@ -1,6 +1,6 @@
 """Run a Python file, then a stage script in the same process: how a sweep's patches are run.
 
-    python experiments/patched.py PATCH.py train_reward.py --config ...
+    python experiments/runs/patched.py PATCH.py train_reward.py --config ...
 
 The patch replaces functions of `common` before the script uses them: known bugs of other code are
 re-enacted so, for which the stage scripts have no flag. A run with a patch says so in its first

@@ -26,8 +26,8 @@ from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
 from common.text.reading import held_out_split
 from common.text.tokenise import load_examples
-from experiments.overoptimization.config import OveroptimizationConfig
-from experiments.overoptimization.curves import Values
+from experiments.runs.overoptimization.config import OveroptimizationConfig
+from experiments.runs.overoptimization.curves import Values
 
 
 @dataclass

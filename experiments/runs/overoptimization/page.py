@@ -7,7 +7,13 @@ from typing import Any
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.page import write_page
 from common.report.tables import interval_cell
-from experiments.overoptimization.plots import Results, draw_curves, draw_frontier, setting, title
+from experiments.runs.overoptimization.plots import (
+    Results,
+    draw_curves,
+    draw_frontier,
+    setting,
+    title,
+)
 
 
 def write(results: Results, output_dir: Path) -> list[Path]:

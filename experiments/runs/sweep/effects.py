@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from common.report.plots import COLOURS, GREY, save, style
-from experiments.outcomes import SeedMean, about, over_seeds
-from experiments.sweep.sweep_file import Variant
+from experiments.runs.outcomes import SeedMean, about, over_seeds
+from experiments.runs.sweep.sweep_file import Variant
 
 DPI = 110  # of a picture of many rows
 ROW_HEIGHT, PANEL_HEIGHT = 0.24, 0.85  # inches; of a panel without its rows: title and axis

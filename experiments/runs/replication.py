@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.config.recipes import read_recipe
 from common.report.blocks import Block, Picture, Section, Table
-from experiments.outcomes import (
+from experiments.runs.outcomes import (
     OUTCOMES,
     about,
     judges,
@@ -16,8 +16,8 @@ from experiments.outcomes import (
     seeds_interval,
     systems_by_run,
 )
-from experiments.sweep.effects import Effect, Effects, draw
-from experiments.sweep.sweep_file import Variant, entry
+from experiments.runs.sweep.effects import Effect, Effects, draw
+from experiments.runs.sweep.sweep_file import Variant, entry
 
 Measured = dict[tuple[str, str], dict[int, float]]  # by system and metric: a value by seed
 

@@ -17,8 +17,8 @@ from common.model import load
 from common.record.jsonl import json_line, write_atomically
 from common.rewards.score import RewardFunctions
 from common.text.reading import held_out_split, load_rows
-from experiments import stages
-from experiments.stages import Stage
+from experiments.runs import stages
+from experiments.runs.stages import Stage
 
 
 class Started(Exception):  # noqa: N818 - a stage has come to its weights

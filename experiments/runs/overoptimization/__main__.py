@@ -1,7 +1,7 @@
 """Over-optimisation: the optimised reward keeps rising where the wanted one turns.
 
     make overoptimization
-    python -m experiments.overoptimization \
+    python -m experiments.runs.overoptimization \
         --config assets/recipes/overoptimization/demo.yaml --gold my/large/reward/model
 
 Gao et al. (2022), "Scaling Laws for Reward Model Overoptimization", with a proxy reward model that
@@ -33,11 +33,11 @@ from common import distributed
 from common.config.parser import parse
 from common.launch import leave
 from common.record import run_folder
-from experiments.overoptimization import page
-from experiments.overoptimization.config import OveroptimizationConfig
-from experiments.overoptimization.runs import run_seed
-from experiments.overoptimization.summary import summarise
-from experiments.stages import exit_with_status
+from experiments.runs.overoptimization import page
+from experiments.runs.overoptimization.config import OveroptimizationConfig
+from experiments.runs.overoptimization.runs import run_seed
+from experiments.runs.overoptimization.summary import summarise
+from experiments.runs.stages import exit_with_status
 
 
 def main(config: OveroptimizationConfig) -> None:

@@ -1,7 +1,7 @@
 """A recipe's whole chain over several seeds, compared with published values.
 
-    python -m experiments.replicate --recipe tldr-gpt2 --num_processes 8
-    python -m experiments.replicate --recipe demo --seeds 0 1 --overrides max_steps=20
+    python -m experiments.runs.replicate --recipe tldr-gpt2 --num_processes 8
+    python -m experiments.runs.replicate --recipe demo --seeds 0 1 --overrides max_steps=20
 
 The stages of `assets/recipes/<recipe>` run in order for each seed, in separate folders. Finished
 runs are not repeated, so the same command resumes where it was stopped. Then the table: values from
@@ -39,10 +39,10 @@ from common.config.flags import check_fields, flag
 from common.config.parser import parse
 from common.config.recipes import read_recipe
 from common.errors import UserError, hint
-from experiments import dry_run
-from experiments.outcomes import summary, write_results
-from experiments.replication import differences, measured, read_published, report
-from experiments.stages import (
+from experiments.runs import dry_run
+from experiments.runs.outcomes import summary, write_results
+from experiments.runs.replication import differences, measured, read_published, report
+from experiments.runs.stages import (
     DRIVERS,
     ROOT,
     Stage,
@@ -68,7 +68,7 @@ CHAIN = {
     "dpo": "train_dpo.py",
     "grpo": "train_grpo.py",
     "evaluate": "evaluate.py",
-    "frontier": "experiments/overoptimization/__main__.py",
+    "frontier": "experiments/runs/overoptimization/__main__.py",
 }
 # Overrides of all stages by which another name stands wherever the recipe has the first stage's
 START = ("model_name_or_path", "dataset_name")

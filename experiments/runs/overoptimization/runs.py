@@ -20,11 +20,11 @@ from common.pairs.from_rollouts import higher_first, informative_pairs, sampled_
 from common.record.jsonl import json_line, write_atomically
 from common.sampling.sampler import Rollouts
 from common.text.reading import load_rows
-from experiments import stages
-from experiments.overoptimization.config import OveroptimizationConfig
-from experiments.overoptimization.measuring import Measured, Measurer
-from experiments.overoptimization.summary import SeedPoints
-from experiments.stages import Stage
+from experiments.runs import stages
+from experiments.runs.overoptimization.config import OveroptimizationConfig
+from experiments.runs.overoptimization.measuring import Measured, Measurer
+from experiments.runs.overoptimization.summary import SeedPoints
+from experiments.runs.stages import Stage
 
 Item = TypeVar("Item")
 

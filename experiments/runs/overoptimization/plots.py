@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from common.report.plots import GREY, save, style, system_colours, titled_figure
-from experiments.overoptimization.curves import fit
+from experiments.runs.overoptimization.curves import fit
 
 TITLES = {
     "best_of_n": "Best of n",

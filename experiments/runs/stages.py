@@ -31,14 +31,14 @@ from common.errors import UserError
 from common.record.jsonl import write_atomically
 from common.record.terminal import run_command
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATCHED = Path(__file__).with_name("patched.py")
 MARK, BEGUN = "finished.json", "started.json"
 LOG = "stage.log"
 DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
 LONGEST_PATH = 1024  # characters
 # A driver starts the processes of its stages itself.
-DRIVERS = ("experiments/overoptimization/__main__.py",)
+DRIVERS = ("experiments/runs/overoptimization/__main__.py",)
 FINISHED_BEFORE = 1.0  # seconds; a run that ends sooner was not made now
 TAIL = 40  # lines of a failed run's output that its error repeats
 # What a script writes last; a training stage exports its model.

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from common.evaluation.intervals import mean_interval
-from experiments.overoptimization.curves import Values, best_of_n, best_of_n_kl, distance, drop
-from experiments.overoptimization.measuring import Measured
+from experiments.runs.overoptimization.curves import Values, best_of_n, best_of_n_kl, distance, drop
+from experiments.runs.overoptimization.measuring import Measured
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What does each detail matter? Variants of a base chain over several seeds, and effect sizes.
 
-    python -m experiments.sweep --config assets/recipes/ablations/demo.yaml
+    python -m experiments.runs.sweep --config assets/recipes/ablations/demo.yaml
 
 For each seed the base chain is trained once, then every variant of it (`sweep_file.py` has the
 format of the file). All runs of a seed are judged together, on the same held-out rows. The effect
@@ -21,7 +21,7 @@ from common.config.parser import Parser
 from common.errors import UserError
 from common.evaluation.runs import run_cost
 from common.report.blocks import Block, Picture, Section, Table
-from experiments.outcomes import (
+from experiments.runs.outcomes import (
     about,
     outcome_of,
     over_seeds,
@@ -30,9 +30,9 @@ from experiments.outcomes import (
     systems_by_run,
     write_results,
 )
-from experiments.stages import check_flags, exit_with_status, run, with_progress
-from experiments.sweep.effects import Effect, Effects, draw
-from experiments.sweep.sweep_file import Sweep, Variant, read_sweep
+from experiments.runs.stages import check_flags, exit_with_status, run, with_progress
+from experiments.runs.sweep.effects import Effect, Effects, draw
+from experiments.runs.sweep.sweep_file import Sweep, Variant, read_sweep
 
 AS_IS = "as in the recipe"  # the choice of a run of the base chain
 # Of the variant with a slug ("": the base chain), by stage and outcome: a value of each seed

@@ -1,0 +1,1 @@
+"""Drivers of many runs: `replicate`, `sweep` and `overoptimization`, built of one run, `stages`."""

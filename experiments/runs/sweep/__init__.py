@@ -1,0 +1,1 @@
+"""`python -m experiments.runs.sweep`: variants of a chain over seeds, and what each changes."""

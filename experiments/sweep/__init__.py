@@ -1,1 +1,0 @@
-"""`python -m experiments.sweep`: variants of a chain over seeds, and what each of them changes."""
