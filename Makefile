@@ -78,16 +78,16 @@ sweep: setup
 	$(RUN) $(BIN)/python -m experiments.runs.sweep --config $(SWEEP) $(FLAGS)
 
 results: setup $(if $(filter conformance,$(or $(PARTS),conformance)),$(CONFORMANCE_VENV)/.installed)
-	exec $(BIN)/python -m experiments.records.make $(PARTS)
+	exec $(BIN)/python -m experiments.evidence.make $(PARTS)
 
 bench: $(BENCH_VENV)/.installed
-	$(RUN) $(BENCH_VENV)/bin/python -m experiments.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
+	$(RUN) $(BENCH_VENV)/bin/python -m experiments.evidence.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
 
 quality: $(BENCH_VENV)/.installed
-	$(RUN) $(BENCH_VENV)/bin/python -m experiments.bench.quality
+	$(RUN) $(BENCH_VENV)/bin/python -m experiments.evidence.bench.quality
 
 conformance: $(CONFORMANCE_VENV)/.installed
-	$(RUN) $(CONFORMANCE_VENV)/bin/python -m experiments.conformance
+	$(RUN) $(CONFORMANCE_VENV)/bin/python -m experiments.evidence.conformance
 
 setup: $(VENV)/.installed
 
@@ -103,14 +103,14 @@ $(VENV)/.installed: requirements.txt $(LOCK) tests/requirements.txt
 	$(call install,$(VENV),tests/requirements.txt)
 	touch $@
 
-$(BENCH_VENV)/.installed: requirements.txt $(LOCK) experiments/bench/requirements.txt
-	$(call install,$(BENCH_VENV),experiments/bench/requirements.txt)
+$(BENCH_VENV)/.installed: requirements.txt $(LOCK) experiments/evidence/bench/requirements.txt
+	$(call install,$(BENCH_VENV),experiments/evidence/bench/requirements.txt)
 	touch $@
 
-$(CONFORMANCE_VENV)/.installed: requirements.txt $(LOCK) experiments/conformance/requirements.txt
+$(CONFORMANCE_VENV)/.installed: requirements.txt $(LOCK) experiments/evidence/conformance/requirements.txt
 	$(call install,$(CONFORMANCE_VENV),requirements.txt)
 	$(CONFORMANCE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		-r experiments/conformance/requirements.txt
+		-r experiments/evidence/conformance/requirements.txt
 	touch $@
 
 # torchvision and its like come with vLLM for other builds of torch; nothing here needs them.

@@ -32,8 +32,8 @@ from common.data import (
     pack_micro_batches,
 )
 from common.evaluation.split import distinct_completions
-from experiments.bench.fixture import PROMPT_LENGTHS, RESPONSE_LENGTHS
-from experiments.bench.rows import MAX_PROMPT_LENGTH
+from experiments.evidence.bench.fixture import PROMPT_LENGTHS, RESPONSE_LENGTHS
+from experiments.evidence.bench.rows import MAX_PROMPT_LENGTH
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -6,7 +6,7 @@
 Every case starts from weights that are hashes of counters, the same bits on every machine. A case
 of GRPO is run with other seeds, so other prompts, until every draw is at least `MARGIN` from
 another token: rounding cannot change a completion. A version of a stage's trajectories is a hash
-of its file's numbers; the records of `experiments/records` name the versions they were made under.
+of its file's numbers; the records of `assets/results` name the versions they were made under.
 """
 
 import argparse

@@ -22,10 +22,10 @@ from common.config.parser import parse
 from common.text.chat import render
 from common.text.reading import load_rows
 from common.text.tokenise import tokenize_rows
-from experiments.bench import __main__ as bench
-from experiments.bench import fixture, flops, our_stages, processes, quality
-from experiments.bench.fixture import EOS_ID
-from experiments.bench.rows import CHECKS, ROWS, SHAPES, BenchRow, Shape
+from experiments.evidence.bench import __main__ as bench
+from experiments.evidence.bench import fixture, flops, our_stages, processes, quality
+from experiments.evidence.bench.fixture import EOS_ID
+from experiments.evidence.bench.rows import CHECKS, ROWS, SHAPES, BenchRow, Shape
 from experiments.runs.stages import config_class
 
 MINI = Shape(num_layers=2, width=64, num_heads=2, vocabulary=1024, num_positions=512)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from common.record.jsonl import read_jsonl
-from experiments.bench import ceiling
-from experiments.bench.gpu import __main__ as gpu
-from experiments.bench.gpu import attention
-from experiments.bench.rows import EVERY_ROW, SHAPES, Shape
+from experiments.evidence.bench import ceiling
+from experiments.evidence.bench.gpu import __main__ as gpu
+from experiments.evidence.bench.gpu import attention
+from experiments.evidence.bench.rows import EVERY_ROW, SHAPES, Shape
 
 MINI = Shape(num_layers=2, width=64, num_heads=2, vocabulary=1024, num_positions=512)
 TRL_LINES = {
@@ -120,13 +120,13 @@ def test_a_lost_gpu_is_left_by_a_new_process(run, monkeypatch):
     with pytest.raises(SystemExit):
         run("--parts", "check")
     torch.distributed.destroy_process_group()
-    assert calls[0][1:6] == ["-m", "experiments.bench.gpu", "--tiny", "--parts", "check"]
+    assert calls[0][1:6] == ["-m", "experiments.evidence.bench.gpu", "--tiny", "--parts", "check"]
     assert calls[0][6] == "--resume"
 
 
 def test_trl_is_tuned_at_the_fastest_micro_batch(tmp_path, monkeypatch):
     pytest.importorskip("trl")
-    from experiments.bench import trl_stages
+    from experiments.evidence.bench import trl_stages
 
     def train(row: Any, fixture: Path, steps: int, seed: int, size: int, **settings: Any) -> Any:
         if size == 64:

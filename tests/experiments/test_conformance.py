@@ -6,9 +6,9 @@ The other libraries are not needed: `make conformance` runs them.
 import pytest
 
 from common import losses
-from experiments.conformance.__main__ import table, unexplained
-from experiments.conformance.case import CASES, OurCase, verdict
-from experiments.records import make
+from experiments.evidence import make
+from experiments.evidence.conformance.__main__ import table, unexplained
+from experiments.evidence.conformance.case import CASES, OurCase, verdict
 
 HEADS, *ROWS = RECORD = make.cells(make.printed("conformance/printed.md"))
 

@@ -13,9 +13,9 @@ import pytest
 from common.config.parser import parse
 from common.errors import UserError
 from common.record.glossary import METRICS
-from experiments import exercises
-from experiments.exercises import COMMANDS, EXERCISES, ROOT, Exercise
-from experiments.records.make import cells, printed
+from experiments.evidence import exercises
+from experiments.evidence.exercises import COMMANDS, EXERCISES, ROOT, Exercise
+from experiments.evidence.make import cells, printed
 from experiments.runs.stages import config_class
 
 

@@ -265,13 +265,14 @@ def test_every_number_has_a_formula_and_its_line(page):
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 def test_a_recorded_page_points_to_the_lines_that_it_shows(file, tmp_path):
-    """After a change of the code: `python -m experiments.records.tables`, else the part anew."""
+    """After a change of the code: `python -m experiments.evidence.tables`, else the part anew."""
     text = file.read_text()
     recorded = data(text)
     places = [*recorded["quantities"].values(), *recorded["boxes"]]
     assert len(places) > 15
     for place in places:
-        advice = f"python -m experiments.records.tables, else make results PARTS={file.parent.name}"
+        part = file.parent.name
+        advice = f"python -m experiments.evidence.tables, else make results PARTS={part}"
         assert is_there(place), f"{place['file']}:{place['line']} has moved: {advice}"
         assert f"{place['file']}:{place['line']}" in text
         assert str(escape(place["text"])) in text

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from common.advantages import group_advantages
-from experiments import optimum
-from experiments.optimum import BETA, FURTHER, GRPO, NUM_GENERATIONS, PREFERENCE, Problem
+from experiments.evidence import optimum
+from experiments.evidence.optimum import BETA, FURTHER, GRPO, NUM_GENERATIONS, PREFERENCE, Problem
 
 PROBLEMS = {"one token": optimum.one_token(), "two tokens": optimum.two_tokens()}
 OBJECTIVES = GRPO | FURTHER | PREFERENCE

@@ -20,7 +20,7 @@ from common.checkpoint import layout
 from common.errors import UserError
 from common.grpo.config import GRPOConfig
 from common.objectives.find import POLICY, PolicyObjective, find_policy_objective
-from experiments.conformance.case import CASES
+from experiments.evidence.conformance.case import CASES
 from tests.variants import REWARD_FILE, stopping_model_job
 
 pytestmark = pytest.mark.usefixtures("process_group")

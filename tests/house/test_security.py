@@ -332,7 +332,7 @@ REQUIREMENTS = {
     name: [line for line in (ROOT / name).read_text().splitlines() if line[:1] not in "#-"]
     for name in (
         *("requirements.txt", "assets/requirements-vllm.txt", "tests/requirements-vllm.txt"),
-        *("tests/requirements.txt", "experiments/bench/requirements.txt"),
+        *("tests/requirements.txt", "experiments/evidence/bench/requirements.txt"),
     )
 }
 

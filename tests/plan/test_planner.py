@@ -2,7 +2,7 @@
 
 The targets are worked out by hand from the sizes of a model, or counted on a real one: what its
 autograd graph keeps in a real forward pass, what a real sampler's cache holds, what peft adds.
-Whether the sum is what a run takes is measured by `experiments/plan/against_run.py`.
+Whether the sum is what a run takes is measured by `experiments/evidence/against_run.py`.
 """
 
 import json

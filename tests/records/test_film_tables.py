@@ -13,7 +13,8 @@ import pytest
 from scipy import stats
 
 from common.config.recipes import read_recipe
-from experiments.records import film, make, texts
+from experiments.evidence import make
+from experiments.evidence.records import film, texts
 
 SEEDS = 3
 PROMPTS = 8

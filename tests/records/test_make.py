@@ -17,7 +17,8 @@ from mistakes import STAGES
 
 from common.config.parser import parse
 from common.record.jsonl import json_line, read_jsonl, write_atomically
-from experiments.records import make, tables, texts
+from experiments.evidence import make, tables
+from experiments.evidence.records import texts
 from experiments.runs.stages import config_class
 
 ADDER = (

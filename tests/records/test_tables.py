@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 
 from common.evaluation.records import BASELINES, Results
-from experiments.records import ablations, chains, make, papers, reward_curve, speed, tables
-from experiments.records.papers import CLAIMS, Claim, at_equal_kl, line, misfit, turn
+from experiments.evidence import make, tables
+from experiments.evidence.records import ablations, chains, papers, reward_curve, speed
+from experiments.evidence.records.papers import CLAIMS, Claim, at_equal_kl, line, misfit, turn
 from experiments.runs.sweep.sweep_file import read_sweep
 
 PAGE = "# Page\n\nBefore.\n\n<!-- demo.mean -->\nold\n<!-- /demo.mean -->\n\nAfter.\n"
@@ -32,7 +33,7 @@ RECORD = {
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_tables_are_those_of_the_records(page: Path):
-    """After a change of a record: `python -m experiments.records.tables`."""
+    """After a change of a record: `python -m experiments.evidence.tables`."""
     text = page.read_text()
     assert tables.filled(text, is_in_docs=page.parent != make.ROOT) == text
     places = [name for _, name, _, _ in tables.PLACE.findall(text)]

@@ -1,4 +1,4 @@
-"""Claim: the five scripts compute what `experiments/one_file.py` computes in plain PyTorch.
+"""Claim: the five scripts compute what `experiments/evidence/one_file.py` does, in plain PyTorch.
 
 Five steps of SFT, reward model, DPO and GRPO from the same weights have the same loss, gradient
 norm, accuracy and KL, and GRPO the same completions, token by token; `evaluate.py` has the same
@@ -31,8 +31,8 @@ from common.evaluation.config import EvaluateConfig
 from common.record.jsonl import read_jsonl
 from common.report import evaluation_report
 from common.text import synthetic
-from experiments import one_file
-from experiments.one_file import Flags, Losses, Policy, RewardModel, Row
+from experiments.evidence import one_file
+from experiments.evidence.one_file import Flags, Losses, Policy, RewardModel, Row
 from experiments.runs.stages import ROOT, config_class
 
 pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")

@@ -1,1 +1,0 @@
-"""Speed of every stage on one GPU, compared with TRL: `python -m experiments.bench.gpu`."""

@@ -1,0 +1,205 @@
+"""Speed and peak memory of every stage against TRL, in turns, in one call.
+
+    make bench                             # random GPT-2 of 4 layers, 256 wide
+    make bench BENCH_MODEL=gpt2-small      # 12 layers, 768 wide
+    python -m experiments.evidence.bench --stages sft dpo
+    python -m experiments.evidence.bench --resume   # goes on where the same command was stopped
+
+Each row runs TRL, ours, then ours, TRL (`--rounds`), every run a process of its own; the first
+steps are warm-up. A round's figure is the median of its steps; a row's is the median of its rounds,
+its ratio's range that of the rounds. The matmul ceiling of the machine is measured before, between
+and after. Writes `results.json` and `table.md` to `output/bench/<model>`. First of all both sides
+must compute the same losses (`experiments/evidence/bench/same_loss.py`).
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common.record.jsonl import write_atomically
+from common.record.run_folder import cpu_model
+from experiments.evidence.bench import flops, our_stages, processes
+from experiments.evidence.bench.rows import REACH_MEMORY, ROWS, SHAPES, BenchRow, num_steps
+
+REACH_OF_LARGER = 0.85  # of the tiny model's ratios, which a larger model must reach
+Result = dict[str, Any]
+
+
+def main() -> None:
+    """Build the fixture, compare losses, measure, write."""
+    arguments = parse_arguments()
+    folder = processes.REPOSITORY / "output" / "bench" / arguments.model
+    fixture = folder / "fixture"
+    run_module("fixture", folder / "fixture.log", arguments, folder=fixture)
+    log = folder / "same_loss.log"
+    if not (arguments.resume and log.exists() and "same loss:" in log.read_text()):
+        run_module("same_loss", log, arguments, fixture=fixture, threads=arguments.threads)
+    print(log.read_text()[log.read_text().index("same loss:") :])
+    results = measure(arguments, folder)
+    about_texts = json.loads((fixture / "fixture.json").read_text())
+    results["rows"] = summarise(results, arguments, about_texts)
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    table = render(results)
+    (folder / "table.md").write_text(table + "\n")
+    print(f"\n{table}")
+    print(f"\nresults and table are in {folder.relative_to(processes.REPOSITORY)}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    names = list(ROWS)
+    parser.add_argument("--stages", nargs="+", choices=names, default=names, help="rows to run")
+    parser.add_argument("--rounds", type=int, default=2, help="TRL and ours, so many times")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    resume_help = "take runs that this code left in runs.json, and the check of losses, as they are"
+    parser.add_argument("--resume", action="store_true", help=resume_help)
+    return parser.parse_args()
+
+
+def run_module(name: str, log: Path, arguments: argparse.Namespace, **flags: Any) -> None:
+    """Run a module of this folder with `--model` and these flags."""
+    command = ["-m", f"experiments.evidence.bench.{name}", "--model", arguments.model]
+    for flag, value in flags.items():
+        command += [f"--{flag}", str(value)]
+    processes.run(command, log, threads=arguments.threads)
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> Result:
+    """All runs, in turns, with the ceiling measured between the rounds."""
+    sides = [("trl", processes.run_trl), ("ours", our_stages.run_row)]
+    rows = [ROWS[name] for name in arguments.stages]
+    file = folder / "runs.json"
+    runs: list[Result] = json.loads(file.read_text()) if arguments.resume and file.exists() else []
+    made = {(one["row"], one["side"], one["round"]) for one in runs}
+    ceilings = [measure_ceiling(arguments, folder)]
+    for round_number in range(1, arguments.rounds + 1):
+        for row in rows:
+            for side, run in sides[:: 1 if round_number % 2 else -1]:  # either is first in turn
+                if (row.name, side, round_number) in made:
+                    continue
+                print(f"round {round_number} of {arguments.rounds}: {row.name}, {side}", flush=True)
+                output = folder / "runs" / f"{row.name}-{side}-{round_number}"
+                # A run adds to what an earlier benchmark logged in its folder.
+                (output / "metrics.jsonl").unlink(missing_ok=True)
+                result = run(
+                    row,
+                    folder / "fixture",
+                    num_steps(row, arguments.model)[0],
+                    output,
+                    threads=arguments.threads,
+                    seed=round_number,  # other samples in every round, so that lengths average out
+                )
+                runs.append({"row": row.name, "side": side, "round": round_number, **result})
+                # What is there already survives an interruption of the rest.
+                write_atomically(file, [json.dumps(runs, indent=1) + "\n"])
+        ceilings.append(measure_ceiling(arguments, folder))
+    return {
+        "model": arguments.model,
+        "machine": machine(arguments.threads),
+        "ceilings": ceilings,
+        "ceiling": median(max(rates.values()) for rates in ceilings),
+        "runs": runs,
+    }
+
+
+def measure_ceiling(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """FLOP/s of float32 products by shape."""
+    output = folder / "ceiling.json"
+    run_module("ceiling", folder / "ceiling.log", arguments, output=output)
+    return json.loads(output.read_text())
+
+
+def machine(threads: int) -> Result:
+    """What it ran on."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "python": platform.python_version(),
+        "system": sys.platform,
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "trl")},
+    }
+
+
+def summarise(results: Result, arguments: argparse.Namespace, fixture: Result) -> list[Result]:
+    """The figures of each row from its runs."""
+    model, table = results["model"], []
+    for row in (ROWS[name] for name in arguments.stages):
+        lengths = fixture["lengths"][row.data_name]
+        line: Result = {"row": row.name, "unit": row.unit, "reach": row.reach}
+        if row.reach and model != "tiny":
+            line["reach"] = row.reach * REACH_OF_LARGER
+        for side in ("trl", "ours"):
+            runs = [r for r in results["runs"] if (r["row"], r["side"]) == (row.name, side)]
+            line[side] = side_figures(row, runs, lengths, model, results["ceiling"])
+        pairs = zip(line["trl"]["by_round"], line["ours"]["by_round"], strict=True)
+        line["ratio_by_round"] = [ours / trl for trl, ours in pairs]
+        line["ratio"] = line["ours"]["speed"] / line["trl"]["speed"]
+        line["memory_ratio"] = line["ours"]["peak_mb"] / line["trl"]["peak_mb"]
+        table.append(line)
+    return table
+
+
+def side_figures(
+    row: BenchRow,
+    runs: list[Result],
+    lengths: dict[str, list[int]],
+    model: str,
+    ceiling: float,
+) -> Result:
+    """Speed, share of the ceiling and memory of one side of a row: medians over its rounds."""
+    units, warmup = flops.step_units(row, lengths), num_steps(row, model)[1]
+    seconds = [median(run["step_seconds"][warmup:]) for run in runs]
+    completion_length = median(run.get("completion_length", 0.0) for run in runs)
+    floor = flops.step_flops(row, SHAPES[model], lengths, completion_length)
+    return {
+        "speed": units / median(seconds),
+        "by_round": [units / value for value in seconds],
+        "ceiling_share": floor / median(seconds) / ceiling,
+        "peak_mb": median(run["peak_mb"] for run in runs),
+        "completion_length": completion_length,
+        "floor_flops": floor,
+    }
+
+
+def render(results: Result) -> str:
+    """The Markdown table with the machine under it."""
+    columns = ["row", "unit", "TRL", "ours", "ratio (rounds)", "goal", "% of ceiling TRL / ours"]
+    columns += ["peak MB TRL / ours", f"memory ratio (goal {REACH_MEMORY})"]
+    columns += ["tokens per rollout TRL / ours"]
+    lines = [" | ".join(columns), " | ".join(["---"] * len(columns))]
+    lines += [" | ".join(cells(line)) for line in results["rows"]]
+    here = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    note = (
+        f"{results['model']} model, float32, {here['cpu']}, {here['cores']} cores, "
+        f"{here['threads']} thread(s) per process, {versions}; ceiling "
+        f"{results['ceiling'] / 1e9:.0f} GFLOP/s."
+    )
+    return "\n".join(f"| {line} |" for line in lines) + f"\n\n{note}"
+
+
+def cells(line: Result) -> list[str]:
+    """One line of the table."""
+    sides = [line["trl"], line["ours"]]
+    speeds = [f"{side['speed']:.4g}" for side in sides]
+    shares = " / ".join(f"{100 * side['ceiling_share']:.0f}" for side in sides)
+    peaks = " / ".join(f"{side['peak_mb']:.0f}" for side in sides)
+    low, high = min(line["ratio_by_round"]), max(line["ratio_by_round"])
+    ratio, memory = f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})", f"{line['memory_ratio']:.2f}"
+    reach = f"{line['reach']:.2g}" if line["reach"] else "-"
+    lengths = " / ".join(f"{side['completion_length']:.1f}" for side in sides)
+    drawn = lengths if line["unit"] == "rollouts/s" else ""
+    return [line["row"], line["unit"], *speeds, ratio, reach, shares, peaks, memory, drawn]
+
+
+if __name__ == "__main__":
+    main()

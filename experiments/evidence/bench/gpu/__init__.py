@@ -1,0 +1,1 @@
+"""Speed of every stage on a GPU, compared with TRL: `python -m experiments.evidence.bench.gpu`."""

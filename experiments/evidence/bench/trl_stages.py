@@ -1,0 +1,206 @@
+"""One row of the benchmark in TRL, at the settings that make it fastest on a CPU or on a GPU.
+
+    python -m experiments.evidence.bench.trl_stages --row sft --fixture FOLDER ...
+    python -m experiments.evidence.bench.trl_stages --gpu --row gpu-sft --sizes 16 32 64 ...
+
+In TRL's favour: a step is timed from `on_step_begin` to `on_step_end`, which leaves out fetching
+and collating its rows; nothing is saved or evaluated, and at most the first step is logged.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import datasets
+import torch
+import trl
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from common.distributed import peak_resident_gb
+from common.errors import gist
+from common.record.jsonl import json_line
+from experiments.evidence.bench.ceiling import wait_for_gpu
+from experiments.evidence.bench.reward_function import even_share
+from experiments.evidence.bench.rows import (
+    BETA,
+    EVERY_ROW,
+    LEARNING_RATE,
+    MAX_COMPLETION_LENGTH,
+    BenchRow,
+)
+
+# Rows in one forward pass. One at a time is fastest where rows differ in length: nothing is padded.
+# GRPO pads all completions of a step to one width whatever the micro-batch, so that larger ones
+# cost no padding: 8 was at least as fast as 1 in short trials, and takes 1.3 instead of 0.75 GB
+# with the tiny model.
+MICRO_BATCH_SIZE = {"sft": 1, "reward": 1, "dpo": 1, "grpo": 8}
+# Of every trainer: float32, no recomputation, a fused optimiser, nothing logged, saved or evaluated
+SETTINGS: dict[str, Any] = {
+    "optim": "adamw_torch_fused",
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+GPU_SETTINGS = {"bf16": True, "use_cpu": False, "dataloader_pin_memory": True}
+SETTINGS_OF_STAGE: dict[str, dict[str, Any]] = {
+    "sft": {"completion_only_loss": True},
+    "reward": {},
+    "dpo": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 1},  # as here
+    # One update per rollout; a KL weight above 0, so that the reference is computed
+    "grpo": {
+        "max_completion_length": MAX_COMPLETION_LENGTH,
+        "beta": BETA,
+        "shuffle_dataset": False,
+        "disable_dropout": True,
+    },
+}
+LENGTH_METRIC = "completions/mean_length"
+
+
+class StepTimer(TrainerCallback):
+    """Wall time of every optimiser step."""
+
+    def __init__(self) -> None:
+        """Nothing was measured yet."""
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        wait_for_gpu()
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Stop it."""
+        wait_for_gpu()
+        self.seconds.append(time.perf_counter() - self.started)
+
+
+def trainer_of(
+    stage: str, path: Path, rows: datasets.Dataset, settings: dict[str, Any], **more: Any
+) -> Any:
+    """TRL's trainer of a stage; TRL loads the model in float32."""
+    trainer, config = {
+        "sft": (trl.SFTTrainer, trl.SFTConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    }[stage]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    more |= {"args": config(**SETTINGS | settings), "processing_class": tokenizer}
+    return trainer(str(path), train_dataset=rows, **more)
+
+
+def make_trainer(
+    row: BenchRow,
+    fixture: Path,
+    steps: int,
+    folder: str,
+    seed: int = 0,
+    size: int = 0,
+    **more_settings: Any,
+) -> Any:
+    """The trainer of a row; its micro-batch has `size` rows."""
+    per_step = row.num_rows * max(1, row.num_generations)
+    size = size or MICRO_BATCH_SIZE[row.stage]
+    settings = SETTINGS_OF_STAGE[row.stage] | more_settings
+    settings |= {
+        "output_dir": folder,
+        "seed": seed,
+        "max_steps": steps,
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": per_step // size,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+    }
+    more: dict[str, Any] = {}
+    if row.name == "check-dpo":  # any other row's reference is the policy that it starts from
+        reference = fixture / "reference"
+        more["ref_model"] = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
+    if row.stage == "grpo":
+        settings["num_generations"] = row.num_generations
+        reward_model = str(fixture / "reward_model")
+        more["reward_funcs"] = reward_model if row.with_reward_model else even_share
+    path = fixture / "data" / f"{row.data_name}.jsonl"
+    rows = datasets.Dataset.from_list([json.loads(line) for line in path.read_text().splitlines()])
+    model = fixture / ("reward_model" if row.stage == "reward" else "policy")
+    return trainer_of(row.stage, model, rows, settings, **more)
+
+
+def train(
+    row: BenchRow, fixture: Path, steps: int, seed: int = 0, size: int = 0, **settings: Any
+) -> dict[str, Any]:
+    """Step times, the mean loss, what the first step logged, and GRPO's mean completion length."""
+    timer = StepTimer()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(row, fixture, steps, folder, seed, size, **settings)
+        trainer.add_callback(timer)
+        result = trainer.train()
+    log = trainer.state.log_history
+    record = {"step_seconds": timer.seconds, "loss": result.training_loss}
+    if settings.get("logging_first_step"):
+        record |= {"loss": log[0]["loss"], "grad_norm": log[0]["grad_norm"]}
+    if row.stage == "grpo":  # the record at the end averages over all steps that were not logged
+        record["completion_length"] = float(log[-1][LENGTH_METRIC])
+    return record
+
+
+def tune(arguments: argparse.Namespace) -> None:
+    """Train at every micro-batch, then at the fastest with each extra; a line each, at once."""
+    row, seconds = EVERY_ROW[arguments.row], {}
+    has_liger = importlib.util.find_spec("liger_kernel") is not None
+    extras = [name for name in arguments.extras if has_liger or name != "use_liger_kernel"]
+    for size, extra in [*((size, "") for size in arguments.sizes), *((0, name) for name in extras)]:
+        size = size or min(seconds, key=seconds.__getitem__, default=0)
+        settings = {"logging_first_step": True} | (GPU_SETTINGS if arguments.gpu else {})
+        settings |= {extra: True} if extra else {}
+        settings |= {"precompute_ref_batch_size": size} if row.stage == "dpo" else {}
+        record: dict[str, Any] = {"variant": f"{size} rows" + f", {extra}" * bool(extra)}
+        gc.collect()
+        if arguments.gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            record |= train(row, arguments.fixture, arguments.steps, 0, size, **settings)
+            if not extra:
+                seconds[size] = median(record["step_seconds"][row.warmup :])
+            peak = torch.cuda.max_memory_allocated() / 1e9 if arguments.gpu else peak_resident_gb()
+            record["peak_gb"] = peak
+        except Exception as error:  # as for memory: the other sizes may fit
+            record["error"] = gist(error)
+        with arguments.output.open("a") as file:
+            file.write(json_line(record))
+
+
+def main() -> None:
+    """Train and write what `train` returns."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--row", choices=EVERY_ROW, required=True)
+    parser.add_argument("--fixture", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", action="store_true", help="bfloat16 on a GPU; with --sizes")
+    parser.add_argument("--sizes", type=int, nargs="*", help="rows of a micro-batch: `tune`")
+    extras_help = "settings to try at the fastest of them"
+    parser.add_argument("--extras", nargs="*", default=[], help=extras_help)
+    arguments = parser.parse_args()
+    if arguments.sizes:
+        tune(arguments)
+        return
+    row = EVERY_ROW[arguments.row]
+    record = train(row, arguments.fixture, arguments.steps, arguments.seed)
+    arguments.output.write_text(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

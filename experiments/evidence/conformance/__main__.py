@@ -1,0 +1,47 @@
+"""A table of what this project and other libraries compute on the golden cases.
+
+    make conformance
+
+The exit status is 1 if this project differs, or another library without a reason in `cases.json`.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+
+from common.report import markdown
+from experiments.evidence.conformance.case import CASES, Case, verdict
+
+
+def table(libraries: Sequence[type[Case]]) -> list[list[str]]:
+    """The heads, then a row per case."""
+    rows = [["case", *(library.library for library in libraries), "why"]]
+    for case in CASES:
+        why = "; ".join(f"{name}: {reason}" for name, reason in case.get("why", {}).items())
+        rows.append([case["name"], *(verdict(case, library) for library in libraries), why])
+    return rows
+
+
+def unexplained(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The cases of a table whose differences are not those that have a reason."""
+    return [
+        case["name"]
+        for case, row in zip(CASES, rows[1:], strict=True)
+        if {rows[0][at] for at, cell in enumerate(row[:-1]) if "differs" in cell}
+        != case.get("why", {}).keys()
+    ]
+
+
+def main() -> None:
+    """Print the table and the versions; exit with 1 where a difference has no reason."""
+    import_module("experiments.evidence.conformance.peers")
+    libraries = Case.__subclasses__()
+    rows = table(libraries)
+    versions = [f"{each.library} {metadata.version(each.library)}" for each in libraries[1:]]
+    print(markdown.table(rows[0], rows[1:]), ", ".join(versions), sep="\n\n")
+    if wrong := unexplained(rows):
+        sys.exit(f"error: differences and reasons do not match: {'; '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

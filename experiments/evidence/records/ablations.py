@@ -1,0 +1,83 @@
+"""The two sweeps: the tables of their reports, a sentence on what matters, and a picture.
+
+`tables.py` draws `assets/ablations.png`, the first outcome of each stage; all outcomes are in the
+sweep's `plots/forest.png`.
+"""
+
+import re
+import textwrap
+from collections import defaultdict
+from dataclasses import fields
+from pathlib import Path
+
+from common.report import markdown
+from experiments.evidence import make
+from experiments.runs.outcomes import over_seeds
+from experiments.runs.sweep.effects import Effect, Effects
+from experiments.runs.sweep.effects import draw as draw_effects
+from experiments.runs.sweep.sweep_file import Variant
+
+STAGES = {
+    "reward": "reward model",
+    "dpo": "DPO",
+    "grpo": "GRPO",
+    "updates": "GRPO, four updates a rollout",
+}
+
+
+def primary_table(part: str, *stages: str) -> str:
+    """The first outcome of a sweep's stages, or of some; the base chain's line names the stage."""
+    rows = []
+    for title, table in stage_tables(part):
+        if stages and title not in stages:
+            continue
+        heads, *lines = make.cells(table)
+        for detail, choice, value, *_, verdict, _ in lines:
+            first = f"**{title}**: {heads[2]}" if detail == "base" else detail
+            bound = verdict.replace("no larger than", "\N{LESS-THAN OR EQUAL TO}")
+            rows.append([first, choice, value, bound])
+    return markdown.table(["detail", "choice", "difference to the base [95%]", "matters?"], rows)
+
+
+def stage_tables(part: str) -> list[tuple[str, str]]:
+    """Title and table of each stage in a sweep's report."""
+    _, *sections = re.split(r"(?m)^## (.+)$", make.printed(f"{part}/report.md"))
+    tables = map(str.strip, sections[1::2])
+    return list(zip(sections[::2], tables, strict=True))
+
+
+def primary_effects() -> Effects:
+    """Of the ablations the effects in the first outcome of each stage."""
+    stages: dict[str, dict[str, list[Effect]]] = {}
+    for own in make.read("ablations/sweep.json")["effects"]:
+        variant = Variant(**{field.name: own[field.name] for field in fields(Variant)})
+        panels = stages.setdefault(variant.stage, {own["outcome"]: []})
+        if own["outcome"] in panels:
+            values = own["by_seed"], own["base_by_seed"], own["together"]["family"]
+            panels[own["outcome"]].append(Effect(variant, own["outcome"], *values))
+    return stages
+
+
+def what_matters() -> str:
+    """The details that matter by the ablations, in a sentence."""
+    found = [e for panels in primary_effects().values() for own in panels.values() for e in own]
+    clear = [effect for effect in found if effect.verdict == "yes"]
+    by_detail = defaultdict(list)
+    for effect in clear:
+        detail = f"{effect.variant.detail} ({STAGES[effect.variant.stage]})"
+        by_detail[detail].append(f"{effect.variant.choice} ({effect.difference.mean:+.1f})")
+    listed = "; ".join(f"{detail}: {', '.join(choices)}" for detail, choices in by_detail.items())
+    details = {(effect.variant.stage, effect.variant.detail) for effect in found}
+    still = sum(over_seeds(effect.by_seed, len(found)).excludes_zero for effect in clear)
+    sentences = (
+        f"**Which details matter?** On the demo's task {len(by_detail)} of {len(details)} do, by "
+        f"{len(found[0].by_seed)} paired seeds, in points of accuracy or gold reward: {listed}. "
+        f"These {len(clear)} of {len(found)} choices are significant after correcting for all "
+        f"tests of a stage, {still} of them for all tests."
+    )
+    return textwrap.fill(sentences, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def draw() -> Path:
+    """A panel per stage, one below the other."""
+    return draw_effects(primary_effects(), make.ROOT / "assets" / "ablations.png")

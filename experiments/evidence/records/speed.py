@@ -1,0 +1,95 @@
+"""Speed and quality compared with TRL: tables and pictures; by sampled token where both sample.
+
+`tables.py` draws `assets/<part>.png`, to be read on a phone.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.record.terminal import NOT_MEASURED
+from common.report import markdown
+from common.report.plots import COLOURS, save, style, titled_figure
+from experiments.evidence import make
+from experiments.runs.outcomes import over
+from experiments.runs.sweep.effects import DPI
+
+LEFT_OUT = ("unit", "goal", "% of ceiling", "tokens per rollout")  # shown by the record only
+STAGES = {  # by how they are judged, and the digits of that
+    "sft": ("gold reward", 3),
+    "reward": ("accuracy, %", 1),
+    **dict.fromkeys(("dpo", "grpo", "grpo, stop token"), ("gold reward", 3)),
+}
+MODELS = {"bench-tiny": "4 layers, 256 wide", "bench-gpt2-small": "GPT-2 small"}
+
+
+def rows(part: str) -> list[dict[str, Any]]:
+    """What was measured of each row; none without a record."""
+    found: list[dict[str, Any]] = make.read(f"{part}/results.json").get("rows", [])
+    return found
+
+
+def ratio(row: Mapping[str, Any]) -> float:
+    """How many times TRL's speed a row has, where both sides sample per token of a completion."""
+    ours, theirs = (row[side]["completion_length"] or 1 for side in ("ours", "trl"))
+    return float(row["ratio"] * ours / theirs)
+
+
+def table() -> str:
+    """How many times TRL's speed each row has, and which share of its memory."""
+    lines = []
+    heads = [row["row"] for row in rows("bench-tiny")]
+    for part, model in MODELS.items():
+        own = {row["row"]: f"{ratio(row):.1f} ({row['memory_ratio']:.2f})" for row in rows(part)}
+        if own:
+            lines.append([model, *(own.get(head, NOT_MEASURED) for head in heads)])
+    return markdown.table(["times TRL's speed (memory)", *heads], lines)
+
+
+def quality() -> str:
+    """Minutes of each stage on both sides, and how good it is."""
+    found, lines = make.read("bench-quality/results.json"), []
+    for stage, (outcome, digits) in STAGES.items():
+        cells = []
+        for name, places in (("minutes", 1), (outcome, digits)):
+            for side in ("trl", "ours"):
+                values = [seed[stage][name] for seed in found[side] if stage in seed]
+                cells.append(over(values, places) if values else NOT_MEASURED)
+        lines.append([f"{stage}: {outcome}", *cells])
+    heads = ["", "minutes: TRL", "ours", "outcome: TRL", "ours"]
+    return markdown.table(heads, lines)
+
+
+def against_trl(part: str) -> str:
+    """The picture, and what the benchmark printed, without `LEFT_OUT`, with a ratio per token."""
+    heads, *lines = make.cells(make.printed(f"{part}/table.md"))
+    added = ["ratio per token", "---"]
+    for row in rows(part):
+        added.append(f"{ratio(row):.2f}" if row["trl"]["completion_length"] else "")
+    shown = [at for at, head in enumerate(heads) if not head.startswith(LEFT_OUT)]
+    table = [
+        f"| {' | '.join([*(line[at] for at in shown), cell])} |"
+        for line, cell in zip([heads, ["---"] * len(heads), *lines], added, strict=True)
+    ]
+    picture = f"![Speed compared with TRL, {MODELS[part]}](../assets/{part}.png)"
+    return "\n".join([picture, "", *table])
+
+
+def draw(part: str) -> Path:
+    """A bar per row, with its goal."""
+    found = rows(part)
+    ratios = [ratio(row) for row in found]
+    places = range(len(found))
+    with style():
+        figure = titled_figure(f"Times TRL's speed: {MODELS[part]}", 5, 4.5)
+        axes = figure.subplots()
+        axes.barh(places, ratios, color=COLOURS[0], label="ours (GRPO per token)")
+        goals = [(row["reach"], place) for place, row in enumerate(found) if row["reach"]]
+        look = {"color": COLOURS[1], "markersize": 14, "markeredgewidth": 2.5, "label": "goal"}
+        axes.plot(*zip(*goals, strict=True), "|", **look)
+        axes.axvline(1, color="black", linewidth=1, label="TRL")
+        names = [f"{row['row']}  {times:.1f}" for row, times in zip(found, ratios, strict=True)]
+        axes.set(yticks=places, yticklabels=names, xlabel="speed, TRL = 1")
+        axes.invert_yaxis()
+        axes.legend(loc="best")
+        return save(figure, make.ROOT / "assets" / f"{part}.png", DPI)
