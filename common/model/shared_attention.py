@@ -97,8 +97,8 @@ class TwoCalls(torch.autograd.Function):
                 is_causal=False,
                 scaling=scaling,
             )
-            for total, part, other in zip(grads, (branch, shared, shared), others, strict=True):
-                total[part] += other
+            parts = zip(grads, (branch, shared, shared), strict=True)
+            torch._foreach_add_([total[part] for total, part in parts], others)
         return *grads, None, None, None
 
 
