@@ -7,10 +7,11 @@ the rows of each rank as a function of the step; `micro_batches` packs them by l
 import functools
 import itertools
 import math
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from common import distributed
@@ -169,20 +170,43 @@ def cut_group(
     return groups
 
 
+def sizes_of(groups: Sequence[PromptGroup], layout: str) -> Any:
+    """Of each group, (n, 4): columns of its prompt and of its completions, rows, weight."""
+    is_shared = layout == "shared_prefix"
+    columns = sum if is_shared else max
+    sizes = [
+        (
+            len(group.prompt_ids),
+            columns(map(len, group.completions)),
+            1 if is_shared else len(group.completions),
+            group.weight,
+        )
+        for group in groups
+    ]
+    return np.array(sizes).reshape(-1, 4)
+
+
+def costs(sizes: Any, layout: str) -> Any:
+    """Tokens of forward passes over the first group, the first two, and so on, with padding."""
+    if layout == "shared_prefix":
+        return sizes[:, :2].sum(1).cumsum()
+    return np.maximum.accumulate(sizes[:, :2]).sum(1) * sizes[:, 2].cumsum()
+
+
 def cost(groups: Sequence[PromptGroup], layout: str) -> int:
     """Tokens that a forward pass over these groups computes, padding included."""
-    if layout == "shared_prefix":
-        return sum(len(group.prompt_ids) + sum(map(len, group.completions)) for group in groups)
-    longest = max(len(group.prompt_ids) for group in groups)
-    longest += max(len(ids) for group in groups for ids in group.completions)
-    return longest * sum(len(group.completions) for group in groups)
+    return int(costs(sizes_of(groups, layout), layout)[-1])
+
+
+def num_fitting(sizes: Any, config: CommonConfig) -> int:
+    """How many of the first groups may share a forward pass."""
+    fits_budget = costs(sizes, config.layout) <= config.micro_batch_tokens
+    return int((fits_budget & (sizes[:, 3].cumsum() <= config.micro_batch_size)).sum())
 
 
 def fits(groups: Sequence[PromptGroup], config: CommonConfig) -> bool:
     """Whether the groups may share a forward pass."""
-    weight = sum(group.weight for group in groups)
-    within_budget = cost(groups, config.layout) <= config.micro_batch_tokens
-    return weight <= config.micro_batch_size and within_budget
+    return num_fitting(sizes_of(groups, config.layout), config) == len(groups)
 
 
 def pack_micro_batches(
@@ -193,20 +217,23 @@ def pack_micro_batches(
     Every rank gets the same number of micro-batches. A rank that needs fewer gets fillers: the
     shortest possible prompt with `num_completions` completions, which count nowhere.
     """
-    packed: list[list[PromptGroup]] = []
-    ordered = sorted(groups, key=lambda group: -cost([group], config.layout))
-    left = ordered
-    while left:
-        number = 1 + bisect(range(2, len(left) + 1), 0, key=lambda n: not fits(left[:n], config))
+    sizes = sizes_of(groups, config.layout)
+    order = (-sizes[:, :2].sum(1) * sizes[:, 2]).argsort(kind="stable")
+    packed, left = [], order
+    while len(left):
+        number = max(1, num_fitting(sizes[left], config))
         packed.append(left[:number])
         left = left[number:]
     number = int(distributed.all_reduce_max(torch.tensor(len(packed))))
     if config.has_fixed_shapes:  # dealt out like cards, so that all are about equally long
         rounds = 2 * number  # every other in reverse
-        dealt = [ordered[i::rounds] + ordered[rounds - 1 - i :: rounds] for i in range(number)]
-        if all(batch and fits(batch, config) for batch in dealt):
-            return dealt
-    return packed + [[PromptGroup([0], [[0]] * num_completions, [])]] * (number - len(packed))
+        dealt = [
+            np.append(order[i::rounds], order[rounds - 1 - i :: rounds]) for i in range(number)
+        ]
+        if all(0 < len(batch) == num_fitting(sizes[batch], config) for batch in dealt):
+            packed = dealt
+    filler = PromptGroup([0], [[0]] * num_completions, [])
+    return [[groups[i] for i in batch] for batch in packed] + [[filler]] * (number - len(packed))
 
 
 def filled(groups: Sequence[PromptGroup], config: CommonConfig) -> list[PromptGroup]:

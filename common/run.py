@@ -137,7 +137,7 @@ class Run:
         loss = self.metrics.total("loss")
         try:
             values = optim.clip_and_step(
-                self.module, self.optimizer, self.config, self.step, self.total_steps, loss
+                self.optimizer, self.config, self.step, self.total_steps, loss
             )
         except optim.NonFiniteError as error:
             rows = non_finite_rows(self.module, self.batches)

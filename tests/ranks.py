@@ -456,6 +456,7 @@ def watched() -> Iterator[dict[str, Any]]:
     shard, clip_and_step = fsdp.shard, optim.clip_and_step
     save_pretrained, sample = export.save_pretrained, Sampler.sample
     record: dict[str, Any] = {"devices": [], "num_forwards": 0, "rollouts": {}}
+    trained: list[nn.Module] = []
 
     def note_forward(part: nn.Module, *_: Any) -> None:
         record["num_forwards"] += torch.is_grad_enabled()
@@ -466,12 +467,13 @@ def watched() -> Iterator[dict[str, Any]]:
         if any(p.requires_grad for p in module.parameters()):  # frozen models are beside it
             # A part of a block: transformers 5.23 does not repeat the block's own hooks.
             next(fsdp.blocks(module)[0].children()).register_forward_pre_hook(note_forward)
+            trained.append(module)
         return shard(module, *args, **kwargs)
 
-    def note_dtypes(module: nn.Module, optimizer: Any, *args: Any) -> dict[str, Any]:
-        parameters = list(module.parameters())
+    def note_dtypes(optimizer: Any, *args: Any) -> dict[str, Any]:
+        parameters = [p for module in trained for p in module.parameters()]
         record["gradient_dtypes"] = names(p.grad.dtype for p in parameters if p.grad is not None)
-        result = clip_and_step(module, optimizer, *args)
+        result = clip_and_step(optimizer, *args)
         states = [value for state in optimizer.state.values() for value in state.values()]
         record["parameter_dtypes"] = names(p.dtype for p in parameters)
         record["optimizer_dtypes"] = names(value.dtype for value in states)

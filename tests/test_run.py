@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")
 FLAGS: dict[str, Any] = {"dataset_name": "synthetic", "tokenizer_name_or_path": "synthetic"}
 FLAGS |= {"dataset_test_split": "", "num_sample_prompts": 0, "self_check": False}
 FLAGS |= {"max_prompt_length": 96, "logging_steps": 100}
-MOST_CALLS = 14_000  # FSDP made 167,120, TRL 1.16 makes 20,206
+MOST_CALLS = 9_000  # FSDP made 167,120, TRL 1.16 makes 20,206
 
 
 def test_the_next_step_is_made_before_an_update_waits(tmp_path: Path, tiny_gpt2: Path) -> None:

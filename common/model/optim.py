@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,7 +16,13 @@ from common.config.stages import TrainConfig
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm($|\.)", re.IGNORECASE)
 
 
-def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """AdamW that keeps its parameters in the module's order, over which a norm sums."""
+
+    trained: Sequence[nn.Parameter]
+
+
+def build_optimizer(module: nn.Module, config: TrainConfig) -> AdamW:
     """Fused AdamW over the trainable shards; weight decay on matrices, not on biases and norms."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     decayed = [p for name, p in named if p.ndim > 1 and not NO_DECAY.search(name)]
@@ -24,15 +31,16 @@ def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
+    optimizer = AdamW(
         groups,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         fused=True,
     )
+    optimizer.trained = [p for _, p in named]
     # The fused kernel (torch 2.13) does not count as a change, which `BFloat16Copies` looks for.
-    optimizer.register_step_post_hook(lambda *_: increment_version(decayed + others))
+    optimizer.register_step_post_hook(lambda *_: increment_version(optimizer.trained))
     return optimizer
 
 
@@ -54,8 +62,7 @@ class NonFiniteError(RuntimeError):
 
 
 def clip_and_step(
-    module: nn.Module,  # its gradients are already reduced
-    optimizer: torch.optim.Optimizer,
+    optimizer: AdamW,  # gradients are already reduced
     config: TrainConfig,  # a `max_grad_norm` of 0 only measures
     step: int,  # counted from 0
     total_steps: int,
@@ -71,7 +78,7 @@ def clip_and_step(
         NonFiniteError: a loss or the norm is; nothing has been changed.
     """
     lr = learning_rate(step, total_steps, config)
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    trainable = [p for p in optimizer.trained if p.requires_grad]
     norm = torch.nn.utils.get_total_norm([p.grad for p in trainable if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()

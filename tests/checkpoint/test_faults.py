@@ -81,7 +81,7 @@ def test_an_infinite_loss_of_finite_scores_stops_grpo(
     step = optim.clip_and_step
 
     def fail_at_second(*args: Any) -> dict[str, Any]:
-        return step(*args[:-1], args[-1] * (float("inf") if args[3] == 1 else 1.0))
+        return step(*args[:-1], args[-1] * (float("inf") if args[2] == 1 else 1.0))
 
     monkeypatch.setattr(optim, "clip_and_step", fail_at_second)
     more = {"dataset_name": "synthetic", "num_train_rows": 16, "reward_funcs": ["gold"]}

@@ -91,7 +91,7 @@ def train(module: Any, config: Any, steps: int) -> Iterator[Any]:
             loss = loss_of(module, batch)
             loss.backward()
             yield loss.detach()
-        yield optim.clip_and_step(module, optimizer, config, step, steps)["grad_norm"]
+        yield optim.clip_and_step(optimizer, config, step, steps)["grad_norm"]
     with torch.no_grad():
         yield loss_of(module, micro_batches(config)[0])
     fsdp.reshard(module)
@@ -169,7 +169,7 @@ def test_a_step_that_goes_bad_changes_nothing() -> None:
             assert {p.dtype for p in module.parameters()} == {torch.float32}
             (loss_of(module, batch) * torch.inf).backward()
             with pytest.raises(optim.NonFiniteError):
-                optim.clip_and_step(module, optimizer, config, 0, 1)
+                optim.clip_and_step(optimizer, config, 0, 1)
             module.zero_grad()
         runs.append([*train(module, config, 2)])
     assert all(map(same, *runs))
@@ -181,7 +181,7 @@ def train_or_load(output_dir: str, *, saves: bool) -> dict[str, str]:
     optimizer = optim.build_optimizer(module, config)
     if saves:
         loss_of(module, micro_batches(config)[0]).backward()
-        optim.clip_and_step(module, optimizer, config, 0, 1)
+        optim.clip_and_step(optimizer, config, 0, 1)
     checkpointer = tiny.checkpointer(Path(output_dir), module, optimizer)
     checkpointer.save(1) if saves else checkpointer.load(layout.folder_of(Path(output_dir), 1))
     checkpointer.close()

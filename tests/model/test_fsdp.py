@@ -317,7 +317,7 @@ def go_apart(folder: str) -> dict[str, Any]:
     if rank == 1:
         local(policy.lm.transformer.wte.weight.grad)[0, 0] = torch.nan
     for check in (
-        lambda: optim.clip_and_step(policy, optimizer, config, 1, 2),
+        lambda: optim.clip_and_step(optimizer, config, 1, 2),
         lambda: self_checks.equal_across_ranks("the same", torch.ones(3)),
         lambda: self_checks.equal_across_ranks("a head", torch.tensor([1.0, 2.0 + rank])),
     ):

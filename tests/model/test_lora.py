@@ -102,7 +102,7 @@ def train(policy: Policy, num_steps: int = 3, **fields: Any) -> Policy:
     optimizer = optim.build_optimizer(policy, config)
     for step in range(num_steps):
         loss_of(policy, batch_of()).backward()
-        optim.clip_and_step(policy, optimizer, config, step, 100)
+        optim.clip_and_step(optimizer, config, step, 100)
     return policy
 
 
@@ -173,7 +173,7 @@ def test_only_adapters_have_gradients_and_optimiser_state_and_move(bases, family
     for step in range(num_steps):  # the first moves B only: the gradient of A is 0 while B is
         loss_of(policy, batch_of()).backward()
         assert all((p.grad is not None) == (".lora_" in n) for n, p in policy.named_parameters())
-        optim.clip_and_step(policy, optimizer, config, step, num_steps)
+        optim.clip_and_step(optimizer, config, step, num_steps)
     moved = {n for n, p in policy.named_parameters() if not torch.equal(p, before[n])}
     adapters = {name for name in before if ".lora_" in name}
     assert moved == adapters

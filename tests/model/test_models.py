@@ -63,7 +63,7 @@ def update(module: nn.Module, loss: Callable[[], Tensor], config: TrainConfig) -
     """One visible optimiser step; the optimiser is made while the parameters are shards."""
     optimizer = optim.build_optimizer(module, config)
     loss().backward()
-    optim.clip_and_step(module, optimizer, config, 0, 1)
+    optim.clip_and_step(optimizer, config, 0, 1)
 
 
 def save_policy(folder: Path, family: str = "gpt2", tokenizer: Any = None, **fields: Any) -> str:

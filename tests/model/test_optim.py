@@ -112,7 +112,7 @@ def test_adamw_by_hand():
     gradients = [(3.0, -0.5, 2.0), (-1.0, 0.25, 4.0)]
     for step, (a, b, c) in enumerate(gradients):
         model.matrix.grad, model.bias.grad = torch.tensor([[a, b]]), torch.tensor([c])
-        optim.clip_and_step(model, optimizer, config, step, 2)
+        optim.clip_and_step(optimizer, config, step, 2)
 
     def by_hand(value: float, series: list[float], decay: float) -> float:
         mean = variance = 0.0
@@ -142,7 +142,7 @@ def test_the_rate_of_the_step_is_used_and_reported():
     before = model.bias.item()
     for step, rate in enumerate([0.05, 0.1, 0.05]):
         model.bias.grad = torch.tensor([2.0])
-        output = optim.clip_and_step(model, optimizer, config, step, 3)
+        output = optim.clip_and_step(optimizer, config, step, 3)
         assert output["learning_rate"] == pytest.approx(rate)
         # Under a constant gradient Adam moves by the rate itself.
         assert before - model.bias.item() == pytest.approx(rate, abs=1e-6)
@@ -176,6 +176,7 @@ class RecordingStep(torch.optim.Optimizer):
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.0})
+        self.trained = parameters
         self.seen: list[Tensor] = []
 
     def step(self, closure: Any = None) -> None:
@@ -203,7 +204,7 @@ def test_the_global_norm_is_measured_and_clipped(limit, is_clipped):
     config = config_for_steps(max_grad_norm=limit)
     norm = torch.linalg.vector_norm(gradient)
     assert 10 < norm < 1e4
-    output = optim.clip_and_step(policy, optimizer, config, 0, 1)
+    output = optim.clip_and_step(optimizer, config, 0, 1)
     assert float(output["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)  # before clipping
     seen = flat(optimizer.seen)
     expected = gradient * (limit / norm) if is_clipped else gradient
@@ -223,7 +224,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value, limit):
     parameter = policy.lm.transformer.h[1].mlp.c_fc.bias
     local(parameter.grad)[3] = value  # one number in one parameter
     with pytest.raises(RuntimeError) as caught:
-        optim.clip_and_step(policy, optimizer, config, 41, 100)
+        optim.clip_and_step(optimizer, config, 41, 100)
     for part in ("step 42", "learning rate 0.125", "nothing was changed", str(abs(value))):
         assert part in str(caught.value)
     assert torch.equal(flat(list(policy.parameters())), before)

@@ -142,7 +142,7 @@ def accumulate(how: bool, num_replicas: int) -> dict[str, Any]:
         local(parameter.grad).fill_(0.01)  # nobody sent the rest of a fake group
     optimizer = optim.build_optimizer(policy, config)
     with CommDebugMode() as communication:
-        optim.clip_and_step(policy, optimizer, config, 0, 1, torch.zeros(()))
+        optim.clip_and_step(optimizer, config, 0, 1, torch.zeros(()))
     states = (x for state in optimizer.state.values() for x in state.values() if x.dim())
     sizes["moments"] = num_local(states)
     all_bytes = 4 * sum(p.numel() for p in policy.parameters())

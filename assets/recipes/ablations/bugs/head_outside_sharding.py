@@ -14,6 +14,7 @@ from common.forward import RewardModel
 from common.model import fsdp, optim
 
 shard, clip_and_step = fsdp.shard, optim.clip_and_step
+heads = []
 
 
 class BFloat16Head(nn.Linear):
@@ -34,15 +35,17 @@ def shard_then_make_head(module, *args, **options):
         drawn = torch.randn(1, width, generator=torch.Generator().manual_seed(seed))
         head.weight.data.copy_(drawn * (width + 1) ** -0.5)
         module.lm.score = head
+        heads[:] = [head.weight]
     return module
 
 
-def step_with_head_apart(module, *args):
+def step_with_head_apart(*args):
     """As `optim.clip_and_step`; the head's gradient is updated with and not clipped."""
-    weight = module.lm.score.weight
-    weight.requires_grad_(False)  # to the norm, which cannot mix sharded and other parameters
-    result = clip_and_step(module, *args)
-    weight.requires_grad_(True)
+    for weight in heads:  # away from the norm, which cannot mix sharded and other parameters
+        weight.requires_grad_(False)
+    result = clip_and_step(*args)
+    for weight in heads:
+        weight.requires_grad_(True)
     return result
 
 
