@@ -69,6 +69,12 @@ class CommonConfig(flags.ModelFlags):
     bf16: bool = flag(False, "compute in bfloat16; parameters and reductions stay in float32")
     prefetch_blocks: int = free_flag(0, "gather this many blocks ahead of the one that computes")
     compile: bool = free_flag(False, "torch.compile every block, for batches of few shapes")
+    compile_mode: str = free_flag(
+        "default",
+        "torch.compile's; reduce-overhead replays blocks as CUDA graphs, max-autotune chooses "
+        "kernels too",
+        ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+    )
     cpu_offload: bool = free_flag(False, "keep parameters and optimiser state in host memory")
     num_replicas: int = free_flag(1, "HSDP: groups of processes, each with all shards", gt=0)
     ddp_timeout: int = free_flag(1800, "seconds to wait for others, as for a download", gt=0)

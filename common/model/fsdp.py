@@ -97,7 +97,7 @@ def shard(
         # the others make more variants than the default limit of 8.
         torch._dynamo.config.recompile_limit = 64
         for block in blocks(module):
-            block.compile(dynamic=not config.has_fixed_shapes)
+            block.compile(dynamic=not config.has_fixed_shapes, mode=config.compile_mode)
     trains = any(p.requires_grad for p in module.parameters())
     offloads = config.cpu_offload or (config.offload_frozen and not trains and not moves)
     if config.bf16 and not moves:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")
 GRPO: dict[str, Any] = {"reward_funcs": ["gold"], "num_candidates": 4, "num_generations": 4}
 GRPO |= {"beta": 0.1, "penalize_missing_eos": False}
 ONE_STEP = {"max_steps": 1, "self_check": False, "dataset_test_split": ""}
-ONE_STEP |= {"num_sample_prompts": 0, "micro_batch_size": 4}
+ONE_STEP |= {"num_sample_prompts": 0, "micro_batch_size": 4, "compile_mode": "reduce-overhead"}
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 

@@ -56,16 +56,19 @@ SECONDS |= {"levers": (8, 16), "trl": (60, 130), "decode": (6, 15)}
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # FLOP/s in bfloat16, dense
 FLAGS = {"bf16": "true", "micro_batch_tokens": 32768}
 REFERENCE = "float32, padded"
-COMPILED = {"compile": "true"}
 OURS: dict[str, dict[str, Any]] = {
     REFERENCE: {"bf16": "false", "layout": "padded", "micro_batch_tokens": 4096},
     "plain": {},
-    "compiled": COMPILED,
+    "compiled": {"compile": "true"},
 }
 # Compiled last, since accelerate keeps that in the environment; it takes minutes with GPT-2 large
 EXTRAS = {"gpt2-small": ["use_liger_kernel", "torch_compile"], "gpt2-large": ["use_liger_kernel"]}
-# Levers that no flag has: to shard as in several processes; to replay blocks as CUDA graphs
-SHARDED, REPLAYED = "FSDP", "compiled, with CUDA graphs"
+SHARDED = "FSDP"  # as in several processes
+LEVERS: dict[str, dict[str, Any]] = {
+    "padded": {"layout": "padded"},
+    SHARDED: {},
+    "compiled, with CUDA graphs": {"compile": "true", "compile_mode": "reduce-overhead"},
+}
 LIMITS = {"bfloat16": 2e-2, "float32": 1e-4}  # of differences, shares of the largest value
 Line = dict[str, Any]
 
@@ -103,7 +106,7 @@ def plan(models: Sequence[str], kinds: Sequence[str], rows: Sequence[BenchRow]) 
             some = rows[:-1] if variant == REFERENCE else rows
             cases += [Case("ours", model, row, variant, flags) for row in some]
     cases += [Case("trl", model, row) for model in models for row in rows]
-    for variant, flags in (("padded", {"layout": "padded"}), (SHARDED, {}), (REPLAYED, COMPILED)):
+    for variant, flags in LEVERS.items():
         cases += [Case("levers", models[0], row, variant, flags) for row in rows]
     cases.append(Case("levers", models[0], grpo, "no graphs", {"cuda_graphs": "false"}))
     for model, graphs, share in itertools.product(models, ("true", "false"), (2, 1)):
@@ -210,15 +213,13 @@ class Bench:
         texts = self.folder / case.model
         script, *words = our_stages.command(row, texts, num_steps, output, more=flags)
         main, watch = importlib.import_module(script.removesuffix(".py")).main, Watch(row.steps)
-        options, failed = {"backend": "eager"} if self.is_tiny else {}, {}
-        if case.variant == REPLAYED and not self.is_tiny:
-            options = {"mode": "reduce-overhead"}
+        backend, failed = {"backend": "eager"} if self.is_tiny else {}, {}
         shard = shard_in_one if case.variant == SHARDED else fsdp.shard
         with (
             (output / "log.txt").open("w") as log,
             redirect_stdout(log),
             redirect_stderr(log),
-            mock.patch.object(torch, "compile", partial(torch.compile, **options)),
+            mock.patch.object(torch, "compile", partial(torch.compile, **backend)),
             mock.patch.object(fsdp, "shard", shard),
             watch.steps_of_runs(),
         ):
