@@ -199,7 +199,7 @@ def cost(groups: Sequence[PromptGroup], layout: str) -> int:
 
 
 def num_fitting(sizes: Any, config: CommonConfig) -> int:
-    """How many of the first groups may share a forward pass."""
+    """The number of first groups that may share a forward pass."""
     fits_budget = costs(sizes, config.layout) <= config.micro_batch_tokens
     return int((fits_budget & (sizes[:, 3].cumsum() <= config.micro_batch_size)).sum())
 

@@ -97,8 +97,8 @@ class TwoCalls(torch.autograd.Function):
                 is_causal=False,
                 scaling=scaling,
             )
-            parts = zip(grads, (branch, shared, shared), strict=True)
-            torch._foreach_add_([total[part] for total, part in parts], others)
+            totals = grads[0][branch], grads[1][shared], grads[2][shared]
+            torch._foreach_add_(totals, others)
         return *grads, None, None, None
 
 
