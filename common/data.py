@@ -174,16 +174,10 @@ def sizes_of(groups: Sequence[PromptGroup], layout: str) -> Any:
     """Of each group, (n, 4): columns of its prompt and of its completions, rows, weight."""
     is_shared = layout == "shared_prefix"
     columns = sum if is_shared else max
-    sizes = [
-        (
-            len(group.prompt_ids),
-            columns(map(len, group.completions)),
-            1 if is_shared else len(group.completions),
-            group.weight,
-        )
-        for group in groups
-    ]
-    return np.array(sizes).reshape(-1, 4)
+    prompts = [len(group.prompt_ids) for group in groups]
+    completions = [columns(map(len, group.completions)) for group in groups]
+    rows = [1 if is_shared else len(group.completions) for group in groups]
+    return np.array([prompts, completions, rows, [group.weight for group in groups]]).T
 
 
 def costs(sizes: Any, layout: str) -> Any:

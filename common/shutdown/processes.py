@@ -20,7 +20,7 @@ DRIVER, DEVICES = Path("/proc/driver/nvidia/version"), Path("/dev")  # of NVIDIA
 
 def die_with_launcher() -> None:
     """Have Linux end this process if torchrun is killed: else it would disturb the next run."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if sys.platform == "linux" and distributed.environment("TORCHELASTIC_RUN_ID"):
         set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
         ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
         # torchrun may have been killed earlier, while this process imported. Then the parent is the
@@ -33,7 +33,7 @@ def die_with_launcher() -> None:
 
 def report_to_torchrun(text: str) -> None:
     """Write what ended this process into torchrun's summary, in the form of its `record`."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if file := distributed.environment("TORCHELASTIC_ERROR_FILE"):
         message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
         with contextlib.suppress(OSError):  # of a full disk
             Path(file).write_text(json.dumps({"message": message}))
@@ -41,7 +41,7 @@ def report_to_torchrun(text: str) -> None:
 
 def refuse_stale_store() -> None:
     """Raise a UserError where restarted ranks would read the addresses of ended processes."""
-    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_kept = distributed.environment("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_kept and distributed.number_in("TORCHELASTIC_MAX_RESTARTS"):
         raise UserError(
             "torchrun with --max-restarts keeps the addresses of ended processes; set "
@@ -67,7 +67,7 @@ def check_bfloat16(layout: str) -> None:
 
 def refuse_without_gpu() -> None:
     """Raise a UserError if the machine has a GPU that torch cannot use."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    is_hidden = distributed.environment("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     has_gpu = DRIVER.exists() and any(DEVICES.glob("nvidia[0-9]*"))
     if not has_gpu or is_hidden or torch.cuda.is_available():
         return

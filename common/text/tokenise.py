@@ -3,10 +3,8 @@
 `load_examples` reads a split, renders messages, and tokenises prompts and completions apart.
 """
 
-import contextlib
-import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -70,7 +68,7 @@ def load_examples(
             for number, raw in enumerate(bar)
             for row in render(raw, kind, vocabulary.tokenizer, number)
         ]
-        with tokenizer_threads():
+        with distributed.tokenizer_threads():
             examples, report = tokenize_rows(rows, vocabulary, config, split)
         if kind == "sft":
             report.num_conversations = len({row.number for row in rows if row.messages})
@@ -79,17 +77,6 @@ def load_examples(
         return examples
 
     return shared_rows.run_once_per_host(read)
-
-
-@contextlib.contextmanager
-def tokenizer_threads() -> Iterator[None]:
-    """Let the tokenizer use all cores; `distributed.quieten` turns its threads off."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    try:
-        yield
-    finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
 
 
 def tokenize_rows(

@@ -32,6 +32,7 @@ from common.advantages import (
     penalise_steps,
 )
 from common.data import Example
+from common.distributed import tokenizer_threads
 from common.errors import FunctionError, UserError
 from common.model import load
 from common.rewards import functions, models
@@ -40,7 +41,6 @@ from common.rewards.score import RewardFunctions, RewardLog
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.overlap import rouge_l
-from common.text.tokenise import tokenizer_threads
 
 FILE = """
 from dataclasses import dataclass
