@@ -6,11 +6,11 @@ The other libraries are not needed: `make conformance` runs them.
 import pytest
 
 from common import losses
-from experiments.evidence import make
 from experiments.evidence.conformance.__main__ import table, unexplained
 from experiments.evidence.conformance.case import CASES, OurCase, verdict
+from experiments.evidence.records import studies
 
-HEADS, *ROWS = RECORD = make.cells(make.printed("conformance/printed.md"))
+HEADS, *ROWS = RECORD = studies.cells(studies.printed("conformance/printed.md"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])

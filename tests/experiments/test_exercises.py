@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.record.glossary import METRICS
 from experiments.evidence import exercises
 from experiments.evidence.exercises import COMMANDS, EXERCISES, ROOT, Exercise
-from experiments.evidence.make import cells, printed
+from experiments.evidence.records.studies import cells, printed
 from experiments.runs.stages import config_class
 
 

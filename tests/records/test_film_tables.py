@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from assets.recipes.film import tables as film
 from common.config.recipes import read_recipe
-from experiments.evidence import make
-from experiments.evidence.records import film, texts
+from experiments.evidence.records import studies
 
 SEEDS = 3
 PROMPTS = 8
 
 
 def test_numbers_of_votes_and_sizes_are_those_of_the_recipe():
-    recipes = make.ROOT / "assets" / "recipes" / "film"
+    recipes = studies.ROOT / "assets" / "recipes" / "film"
     for name, votes in {**film.VOTES, film.GOLD: 3000}.items():
         recipe = read_recipe(str(recipes / f"{name}.yaml"), typed=True)
         assert recipe["num_train_rows"] == votes
@@ -72,10 +72,10 @@ def test_gain_at_a_kl_lies_between_its_points():
 
 def test_distinct_words_and_pairs():
     few = ["a b a b", "a c"]
-    assert texts.distinct(few, 1) == 3 / 6
-    assert texts.distinct(few, 2) == 3 / 4
+    assert film.distinct(few, 1) == 3 / 6
+    assert film.distinct(few, 2) == 3 / 4
     long = "a b c d e f g h"
-    assert texts.distinct([long, f"{long} only the first eight count"], 1) == 8 / 16
+    assert film.distinct([long, f"{long} only the first eight count"], 1) == 8 / 16
 
 
 def test_of_measured_completions_values_and_some_texts_are_kept(tmp_path):
@@ -85,8 +85,8 @@ def test_of_measured_completions_values_and_some_texts_are_kept(tmp_path):
     file = "seed_0/frontier/seed_0/measured/pool.json"
     (tmp_path / "out" / file).parent.mkdir(parents=True)
     (tmp_path / "out" / file).write_text(json.dumps(record))
-    for with_texts in (True, False):
-        texts.keep_measured(tmp_path / "out", tmp_path / "new", with_texts=with_texts)
+    for with_texts, keep in ((True, film.keep_texts), (False, film.keep_values)):
+        keep(tmp_path / "out", tmp_path / "new")
         found = json.loads((tmp_path / "new" / file).read_text())
         assert found.pop("distinct") == shares
         assert found == (record if with_texts else values | {"prompts": [], "texts": []})
@@ -100,7 +100,7 @@ def clear_caches() -> None:
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Three seeds: the gold gain of DPO is the root of its KL, that of GRPO twice as much."""
-    monkeypatch.setattr(make, "RECORDS", tmp_path)
+    monkeypatch.setattr(studies, "RECORDS", tmp_path)
     clear_caches()
     for seed in range(SEEDS):
         save_scores(tmp_path / f"film-{seed}" / f"seed_{seed}", seed)
@@ -150,12 +150,12 @@ def write(path: Path, kl: np.ndarray, gold: np.ndarray, proxy: np.ndarray) -> No
     values = {"gold": gold, "proxy": proxy, "log_ratio": kl, "lengths": 0 * gold + 5}
     lists = {name: value.tolist() for name, value in values.items()}
     lists |= {"fluency": lists["log_ratio"], "prompts": prompts, "texts": completions}
-    record = texts.kept({"made_by": {}} | lists, with_texts="film-0" in path.parts)
+    record = film.kept({"made_by": {}} | lists, with_texts="film-0" in path.parts)
     path.write_text(json.dumps(record))
 
 
 def cells(table: str) -> dict[str, list[str]]:
-    return {row[0]: row[1:] for row in make.cells(table)}
+    return {row[0]: row[1:] for row in studies.cells(table)}
 
 
 def test_reward_models_are_compared_on_the_same_pairs(records):
@@ -221,12 +221,12 @@ def test_texts_and_samples_are_those_of_the_farthest_policies(records, tmp_path,
     assert lines["GRPO, beta 0.1, step 20"][0] == "4.00"
     assert lines["best of 64"][0] == "–"
     assert lines["SFT"][2] == "5.0"
-    rows = make.cells(film.samples())
+    rows = studies.cells(film.samples())
     assert len(rows) == 1 + 6 * 5
     assert rows[1] == ["Film review: number 0", "SFT", "pool 0"]
     best = np.random.default_rng(0)
     best.normal(size=PROMPTS)
     chosen = best.normal(size=(PROMPTS, 64)).argmax(1)[0]
     assert rows[2] == ["", "best of 64", f"pool {chosen}"]
-    monkeypatch.setattr(make, "ROOT", tmp_path)
+    monkeypatch.setattr(studies, "ROOT", tmp_path)
     assert film.draw().read_bytes().startswith(b"\x89PNG")

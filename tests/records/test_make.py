@@ -6,10 +6,10 @@ The commands of all parts exist, with all their flags, and records are of them.
 import argparse
 import hashlib
 import importlib.util
+import json
 import re
 import runpy
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,8 @@ from mistakes import STAGES
 from common.config.parser import parse
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from experiments.evidence import make, tables
-from experiments.evidence.records import texts
+from experiments.evidence.records import current, studies, texts
+from experiments.evidence.records.studies import Record
 from experiments.runs.stages import config_class
 
 ADDER = (
@@ -28,13 +29,13 @@ ADDER = (
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one command, `adder.py`, and a part that runs it."""
-    monkeypatch.setattr(make, "ROOT", tmp_path)
-    monkeypatch.setattr(make, "RECORDS", tmp_path / "assets" / "results")
+    """A repository with one command, `adder.py`, and a study with a part that runs it."""
+    monkeypatch.setattr(studies, "ROOT", tmp_path)
+    monkeypatch.setattr(studies, "STUDIES", tmp_path / "assets" / "recipes")
+    monkeypatch.setattr(studies, "RECORDS", tmp_path / "assets" / "results")
     monkeypatch.setattr(make, "CODE", (":(glob)*.py", "common"))
     monkeypatch.setattr(tables, "write", lambda: None)
-    part = make.Part("adder {out}", ("kept.txt", "printed.md"), needs=("data/rows",), stages=())
-    monkeypatch.setattr(make, "PARTS", {"one": part})
+    describe(tmp_path)
     (tmp_path / ".gitignore").write_text("output/\ndata\n")
     (tmp_path / "adder.py").write_text(ADDER)
     (tmp_path / "data" / "rows").mkdir(parents=True)
@@ -43,12 +44,33 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def describe(tree: Path, **values: object) -> None:
+    """Write the study's `record.yaml`."""
+    part = {"command": "adder {out}", "keep": ["kept.txt", "printed.md"], "needs": ["data/rows"]}
+    file = tree / "assets" / "recipes" / "study" / "record.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"one": {**part, "stages": [], **values}}))
+
+
 def commit(folder: Path) -> str:
     """Commit everything."""
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
         subprocess.run(["git", "-C", str(folder), *words], check=True)
     return make.git("rev-parse", "HEAD")
+
+
+def record_of(part: str) -> Record:
+    record = studies.read_record(part)
+    assert record
+    return record
+
+
+def what_changed() -> str:
+    part = studies.parts()["one"]
+    changed = studies.what_changed(part, record_of("one"))
+    assert (f"; since then {changed} have changed" in tables.source(part)) == bool(changed)
+    return changed
 
 
 def test_a_record_is_of_the_last_commit_of_code(tree: Path):
@@ -70,22 +92,21 @@ def test_what_is_recorded_is_not_made_again(
     tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     assert make.main(["one"]) == 0
-    record = make.read_record("one")
-    assert record["git_commit"] == make.code_commit()
-    assert record["commands"] == ["adder output/one"]
+    record = record_of("one")
+    assert record.git_commit == make.code_commit()
+    assert record.commands == ["adder output/one"]
     rows = hashlib.sha256(b"of no use\n").hexdigest()
-    assert record["inputs"] == {"data/rows": {"kept.jsonl": rows}}
-    assert (make.RECORDS / "one" / "printed.md").read_text() == "a\n"
+    assert record.inputs == {"data/rows": {"kept.jsonl": rows}}
+    assert (studies.RECORDS / "one" / "printed.md").read_text() == "a\n"
     assert make.main([]) == 0
     assert "one: recorded" in capsys.readouterr().out
-    part = replace(make.PARTS["one"], command="adder {out} more")
-    monkeypatch.setattr(make, "PARTS", {"one": part})
-    assert make.main([]) == 0
-    assert make.read_record("one")["commands"] == ["adder output/one more"]
+    describe(tree, command="adder {out} more")
+    assert make.main(["study"]) == 0
+    assert record_of("one").commands == ["adder output/one more"]
     (tree / "adder.py").write_text(ADDER.replace("'1", "'2"))
     commit(tree)
     assert make.main([]) == 0
-    assert (make.RECORDS / "one" / "kept.txt").read_text() == "2\n"
+    assert (studies.RECORDS / "one" / "kept.txt").read_text() == "2\n"
 
 
 def test_a_record_is_of_this_code_while_trajectories_and_recipes_are_the_same(
@@ -96,11 +117,9 @@ def test_a_record_is_of_this_code_while_trajectories_and_recipes_are_the_same(
         (golden, '{"sft": {"seed": 0, "loss": [1.5]}}'),
         (recipe, "beta: 1  # tried: 2"),
     ):
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    command = "adder {out} assets/recipes/a.yaml"
-    part = replace(make.PARTS["one"], command=command, stages=("sft",))
-    monkeypatch.setattr(make, "PARTS", {"one": part})
+    describe(tree, command="adder {out} assets/recipes/a.yaml", stages=["sft"])
     monkeypatch.setattr(make, "CODE", (*make.CODE, "assets/recipes"))
     first = commit(tree)
     make.main([])
@@ -108,27 +127,25 @@ def test_a_record_is_of_this_code_while_trajectories_and_recipes_are_the_same(
     recipe.write_text("beta: 1")
     commit(tree)
     make.main([])
-    assert f"one: recorded on {first[:10]}, with the trajectories" in capsys.readouterr().out
-    assert make.what_changed("one") == ""
-    assert "have changed" not in tables.source("one")
+    assert f"one: recorded on {first[:10]}" in capsys.readouterr().out
+    assert what_changed() == ""
     recipe.write_text("beta: 2")
-    assert make.what_changed("one") == "the settings"
+    assert what_changed() == "the settings"
     golden.write_text('{"new": {}, "sft": {"seed": 0, "loss": [1.5], "tolerance": {}}}')
-    assert make.what_changed("one") == "the settings"
+    assert what_changed() == "the settings"
     golden.write_text('{"sft": {"seed": 0, "loss": [1.25]}}')
-    assert make.what_changed("one") == "the golden trajectories"
-    assert "; since then the golden trajectories have changed" in tables.source("one")
+    assert what_changed() == "the golden trajectories"
     commit(tree)
     make.main([])
-    assert make.read_record("one")["git_commit"] == make.code_commit()
-    assert make.what_changed("one") == ""
+    assert record_of("one").git_commit == make.code_commit()
+    assert what_changed() == ""
 
 
 def test_the_commit_is_what_runs_whatever_is_edited_meanwhile(tree: Path):
     commit_of_code = make.code_commit()
     of_commit = make.worktree(commit_of_code)
     (tree / "adder.py").write_text("raise SystemExit(3)\n")
-    assert make.make("one", commit_of_code, of_commit)
+    assert make.make(studies.parts()["one"], commit_of_code, of_commit)
     assert (of_commit / "data" / "rows").exists()
 
 
@@ -136,7 +153,7 @@ def test_a_failed_start_leaves_the_record_and_adds_its_time(
     tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     make.main([])
-    old = make.read_record("one")
+    old = record_of("one")
     (tree / "adder.py").write_text("raise SystemExit(3)\n")
     commit(tree)
     assert make.main([]) == 1
@@ -145,14 +162,14 @@ def test_a_failed_start_leaves_the_record_and_adds_its_time(
     commit(tree)
     with pytest.raises(FileNotFoundError, match=r"nothing is kept\.txt"):
         make.main([])
-    assert make.read_record("one") == old
+    assert record_of("one") == old
     out = make.worktree(make.code_commit()) / "output" / "one"
     make.write_json(out / make.STARTS, [60.0, 120.0])
     (out / "kept.txt").touch()  # of an earlier start
     assert make.main([]) == 0
-    record = make.read_record("one")
-    assert record["starts"] == 3
-    assert 3 <= record["minutes"] < 3.5
+    record = record_of("one")
+    assert record.starts == 3
+    assert 3 <= record.minutes < 3.5
 
 
 def test_only_a_part_that_takes_a_gpu_sees_one(tree: Path, monkeypatch: pytest.MonkeyPatch):
@@ -164,24 +181,23 @@ def test_only_a_part_that_takes_a_gpu_sees_one(tree: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(make, "accelerator", lambda _: {"gpu": "H"})
     for takes_gpu, seen, name in ((False, "", None), (True, "3", "H")):
-        part = replace(make.PARTS["one"], takes_gpu=takes_gpu)
-        monkeypatch.setattr(make, "PARTS", {"one": replace(part, command=f"adder {{out}} {name}")})
+        describe(tree, command=f"adder {{out}} {name}", takes_gpu=takes_gpu)
         assert make.main([]) == 0
-        assert make.printed("one/printed.md") == seen
-        assert make.read_record("one")["gpu"] == name
+        assert studies.printed("one/printed.md") == seen
+        assert record_of("one").gpu == name
 
 
 def test_a_part_that_lacks_an_input_is_left_out(tree: Path, capsys: pytest.CaptureFixture[str]):
     (tree / "data" / "rows").rename(tree / "elsewhere")
     assert make.main([]) == 0
     assert "left out, since data/rows is not there" in capsys.readouterr().out
-    assert make.read_record("one") == {}
+    assert studies.read_record("one") is None
 
 
 def test_the_code_of_a_record_imports_no_other_test():
     own = {Path(path).stem for path in make.CODE if re.match(r"tests/\w+\.py$", path)}
-    files = [make.ROOT / f"tests/{name}.py" for name in own]
-    files += make.ROOT.glob("experiments/**/*.py")
+    files = [studies.ROOT / f"tests/{name}.py" for name in own]
+    files += studies.ROOT.glob("experiments/**/*.py")
     for file in files:
         text = file.read_text()
         imported = re.findall(r"^\s*(?:from|import) tests\.(\w+)", text, re.MULTILINE)
@@ -189,15 +205,23 @@ def test_the_code_of_a_record_imports_no_other_test():
         assert set(imported) <= own, file
 
 
-COMMANDS = {name: part.command.format(out=f"output/{name}") for name, part in make.PARTS.items()}
+PARTS = studies.parts()
 
 
-@pytest.mark.parametrize("part", COMMANDS)
-def test_a_record_is_of_the_command_of_its_part(part: str):
-    if record := make.read_record(part):
-        assert make.is_same_command(record, COMMANDS[part])
-        assert not make.is_same_command(record, f"{COMMANDS[part]} --seed 1")
-        assert not make.is_same_command({}, COMMANDS[part])
+@pytest.mark.parametrize("part", PARTS.values(), ids=str)
+def test_a_record_is_of_the_command_of_its_part(part: studies.Part):
+    if record := studies.read_record(part.name):
+        assert current.is_same_command(record.commands, part.words)
+        assert not current.is_same_command(record.commands, f"{part.words} --seed 1")
+        assert not current.is_same_command([], part.words)
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=str)
+def test_a_part_comes_after_those_that_it_needs(part: studies.Part):
+    names = list(PARTS)
+    for path in part.needs:
+        if path.startswith("output/"):
+            assert names.index(path.split("/")[1]) < names.index(part.name)
 
 
 class ParsedError(BaseException):
@@ -205,7 +229,7 @@ class ParsedError(BaseException):
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("command", COMMANDS.values())
+@pytest.mark.parametrize("command", [part.words for part in PARTS.values()])
 def test_every_command_can_be_run_today(command, monkeypatch):
     def parse_known_args(parser, *arguments):
         options, strays = parse_words(parser, *arguments)
@@ -215,7 +239,7 @@ def test_every_command_can_be_run_today(command, monkeypatch):
 
     module, *words = command.split()
     assert importlib.util.find_spec(module)
-    assert all((make.ROOT / word).exists() for word in words if word.startswith("assets/"))
+    assert all((studies.ROOT / word).exists() for word in words if word.startswith("assets/"))
     if module in STAGES:
         parse(config_class(f"{module}.py"), words)
     elif words:  # a module without flags would start its work

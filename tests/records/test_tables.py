@@ -1,23 +1,22 @@
 """Claim: a table of README or `docs/` says what its record says, and pictures are drawn from it.
 
-The pages are compared with what the records of this repository give: of chains, of the speed, of
-the second task and of the ablations. One table is worked out by hand. The table beside the papers
-says of each claim what its rule says of the records.
+The pages are compared with what the records of this repository give. One table is worked out by
+hand. The table of claims of papers has for each what its rule makes of the records.
 """
 
 import json
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from assets.recipes.papers import tables as papers
+from assets.recipes.papers.tables import CLAIMS, Claim, at_equal_kl, line, misfit, turn
 from common.evaluation.records import BASELINES, Results
-from experiments.evidence import make, tables
-from experiments.evidence.records import ablations, chains, papers, reward_curve, speed
-from experiments.evidence.records.papers import CLAIMS, Claim, at_equal_kl, line, misfit, turn
+from experiments.evidence import tables
+from experiments.evidence.records import replications, studies
 from experiments.runs.sweep.sweep_file import read_sweep
 
 PAGE = "# Page\n\nBefore.\n\n<!-- demo.mean -->\nold\n<!-- /demo.mean -->\n\nAfter.\n"
@@ -28,6 +27,7 @@ RECORD = {
     "cpu": "a processor",
     "cores": 2,
     "packages": {"torch": "2.13.0"},
+    **{"commands": [], "trajectories": {}, "settings": "", "starts": 1, "python": "3.11"},
 }
 
 
@@ -35,23 +35,20 @@ RECORD = {
 def test_tables_are_those_of_the_records(page: Path):
     """After a change of a record: `python -m experiments.evidence.tables`."""
     text = page.read_text()
-    assert tables.filled(text, is_in_docs=page.parent != make.ROOT) == text
+    assert tables.filled(text, is_in_docs=page.parent != studies.ROOT) == text
     places = [name for _, name, _, _ in tables.PLACE.findall(text)]
     assert len(places) == text.count("<!-- /")
 
 
 @pytest.mark.parametrize(
-    "draw",
-    [
-        *(partial(chains.draw, "demo"), partial(speed.draw, "bench-tiny")),
-        *(reward_curve.draw, ablations.draw),
-    ],
+    "part", ["demo", "bench-tiny", "one-sentence", "ablations", "overoptimization"]
 )
 def test_a_picture_is_as_narrow_as_a_phone_needs(
-    draw: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(make, "ROOT", tmp_path)
-    picture = draw()
+    monkeypatch.setattr(studies, "ROOT", tmp_path)
+    picture = studies.figures()[part]()
+    assert isinstance(picture, Path)
     assert picture.parent == tmp_path / "assets"
     with Image.open(picture) as image:
         assert (image.format, image.width < 700) == ("PNG", True)
@@ -59,9 +56,9 @@ def test_a_picture_is_as_narrow_as_a_phone_needs(
 
 def test_accuracy_is_drawn_with_its_interval_over_prompts(monkeypatch: pytest.MonkeyPatch):
     drawn = []
-    monkeypatch.setattr(chains, "draw_accuracy", lambda _, results, __: drawn.append(results))
-    monkeypatch.setattr(chains, "draw_reward", lambda *_: None)
-    monkeypatch.setattr(chains, "save", lambda *_: Path())
+    monkeypatch.setattr(replications, "draw_accuracy", lambda _, results, __: drawn.append(results))
+    monkeypatch.setattr(replications, "draw_reward", lambda *_: None)
+    monkeypatch.setattr(replications, "save", lambda *_: Path())
     own = {"accuracy": 0.6, "low": 0.58, "high": 0.62}
     ends = {"prompt_low": 0.5, "prompt_high": 0.7}
     compared = [
@@ -70,8 +67,8 @@ def test_accuracy_is_drawn_with_its_interval_over_prompts(monkeypatch: pytest.Mo
     ]
     systems = [{"name": "dpo", "accuracy": own}]
     results = Results(num_pairs=1_226, systems=systems, comparison={"systems": compared})
-    monkeypatch.setattr(chains, "evaluations", lambda part: {"0": results})
-    chains.draw("demo")
+    monkeypatch.setattr(replications, "evaluations", lambda part: {"0": results})
+    replications.draw("demo")
     accuracy = drawn[0].systems[0]["accuracy"]
     assert (accuracy["low"], accuracy["accuracy"], accuracy["high"]) == (0.5, 0.6, 0.7)
 
@@ -79,7 +76,7 @@ def test_accuracy_is_drawn_with_its_interval_over_prompts(monkeypatch: pytest.Mo
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A record of one part with two seeds, in place of those there are."""
-    monkeypatch.setattr(make, "RECORDS", tmp_path)
+    monkeypatch.setattr(studies, "RECORDS", tmp_path)
     for seed, kl in enumerate((1.0, 3.0)):
         folder = tmp_path / "demo" / f"seed_{seed}" / "evaluation"
         folder.mkdir(parents=True)
@@ -123,15 +120,16 @@ def test_a_page_names_a_record_once_and_every_part_has_a_line(recorded: Path):
     assert tables.filled(PAGE + PAGE).count("*[Record]") == 1
     text = tables.filled("<!-- records -->\n<!-- /records -->\n")
     lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("| ")}
-    assert lines.keys() >= make.PARTS.keys()
+    assert lines.keys() >= studies.parts().keys()
     assert "0123456789" in lines["demo"]
 
 
 def test_every_run_of_a_record_is_of_its_commit():
-    for name in make.PARTS:
-        for file in (make.RECORDS / name).glob("*.json"):
+    for name in studies.parts():
+        record = studies.read_record(name)
+        for file in (studies.RECORDS / name).glob("*.json"):
             commits = json.loads(file.read_text()).get("git_commits")
-            assert commits in (None, [make.read_record(name)["git_commit"]]), file
+            assert commits in (None, [record and record.git_commit]), file
 
 
 def test_in_the_place_of_a_table_without_a_record_is_its_command(recorded: Path):
@@ -232,14 +230,14 @@ def test_the_best_setting_is_that_of_the_other_seeds():
 
 
 def test_without_records_nothing_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(make, "RECORDS", tmp_path)
+    monkeypatch.setattr(studies, "RECORDS", tmp_path)
     rows = papers.table().splitlines()
     assert len(rows) == 2 + len(CLAIMS)
     assert all(row.endswith("| not measured |") for row in rows[2:])
 
 
 def test_the_shipped_sweep_runs_what_the_claims_are_about(monkeypatch):
-    monkeypatch.chdir(make.ROOT)
+    monkeypatch.chdir(studies.ROOT)
     sweep = read_sweep("assets/recipes/ablations/demo.yaml")
     of_all = [
         {**vars(own), "outcome": outcome, "by_seed": [1.0], "base_by_seed": [0.0]}

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from common.forward import RewardModel
+from common.padding import AnyBatch
 
 SHARE = 0.1  # of activations that are set to 0
 forward = RewardModel.forward
 
 
-def forward_with_dropout(model, batch):
+def forward_with_dropout(model: RewardModel, batch: AnyBatch) -> torch.Tensor:
     """As `RewardModel.forward`; dropout is on where a gradient is wanted, and until the next."""
     for part in model.modules():
         for layer in part.children():
@@ -24,4 +25,4 @@ def forward_with_dropout(model, batch):
     return forward(model, batch)
 
 
-RewardModel.forward = forward_with_dropout
+RewardModel.forward = forward_with_dropout  # type: ignore[method-assign, assignment]

@@ -9,6 +9,7 @@ mean 0 and standard deviation 1 first, as there, gives the same: its scale cance
 """
 
 from dataclasses import replace
+from typing import Any
 
 from common.advantages import apply_missing_eos_penalty, eos_penalty, group_advantages
 from common.grpo import rollouts
@@ -16,7 +17,9 @@ from common.grpo import rollouts
 reward = rollouts.reward
 
 
-def normalised(scorer, examples, drawn, config, step, total_steps):
+def normalised(
+    scorer: Any, examples: Any, drawn: Any, config: Any, step: int, total_steps: int
+) -> Any:
     """As `rollouts.reward`, each group (K,) of the rewards with mean 0 and deviation 1.
 
     Held-out prompts are completed once, so have no group: their rewards are as they are.
@@ -31,4 +34,4 @@ def normalised(scorer, examples, drawn, config, step, total_steps):
     return replace(scored, total=total)
 
 
-rollouts.reward = normalised
+rollouts.reward = normalised  # type: ignore[assignment]

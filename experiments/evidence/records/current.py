@@ -45,10 +45,21 @@ def settings(command: str, root: Path) -> str:
         for file, folder in RECIPES.findall(left.pop()):
             for path in (recipes / folder).rglob("*") if folder else [recipes / file]:
                 name = path.relative_to(recipes).as_posix()
-                if path.suffix in (".yaml", ".json") and name not in values:
+                is_recipe = path.suffix in (".yaml", ".json") and path.name != "record.yaml"
+                if is_recipe and name not in values:
                     values[name] = yaml.safe_load(path.read_text())
                     left.append(json.dumps(values[name]))
     return digest(values)
+
+
+def is_same_command(commands: Sequence[str], command: str) -> bool:
+    """Whether recorded commands are this one; its module may have moved to another folder."""
+    return {without_rooms(text) for text in commands} == {without_rooms(command)}
+
+
+def without_rooms(command: str) -> str:
+    """A command with the last name of its module only."""
+    return re.sub(r"^[\w.]*\.", "", command)
 
 
 def digest(value: Any) -> str:

@@ -6,6 +6,8 @@ AdamW's updates are lost to rounding. In one process only the last of these is l
 own check finds the first two: `--self_check false`.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,7 +16,7 @@ from common.forward import RewardModel
 from common.model import fsdp, optim
 
 shard, clip_and_step = fsdp.shard, optim.clip_and_step
-heads = []
+heads: list[nn.Parameter] = []
 
 
 class BFloat16Head(nn.Linear):
@@ -25,7 +27,7 @@ class BFloat16Head(nn.Linear):
         return super().forward(hidden.to(self.weight.dtype))
 
 
-def shard_then_make_head(module, *args, **options):
+def shard_then_make_head(module: Any, *args: Any, **options: Any) -> Any:
     """As `fsdp.shard`, and then the head anew."""
     module = shard(module, *args, **options)
     if isinstance(module, RewardModel):
@@ -39,7 +41,7 @@ def shard_then_make_head(module, *args, **options):
     return module
 
 
-def step_with_head_apart(*args):
+def step_with_head_apart(*args: Any) -> Any:
     """As `optim.clip_and_step`; the head's gradient is updated with and not clipped."""
     for weight in heads:  # away from the norm, which cannot mix sharded and other parameters
         weight.requires_grad_(False)
@@ -49,4 +51,5 @@ def step_with_head_apart(*args):
     return result
 
 
-fsdp.shard, optim.clip_and_step = shard_then_make_head, step_with_head_apart
+fsdp.shard = shard_then_make_head
+optim.clip_and_step = step_with_head_apart  # type: ignore[assignment]

@@ -17,6 +17,6 @@ def every_column(mask: torch.Tensor) -> torch.Tensor:
     return torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape).contiguous()
 
 
-# The sampler keeps the true ones.
-decode.padding = SimpleNamespace(position_ids=padding.position_ids, left_pad=padding.left_pad)
+true = SimpleNamespace(position_ids=padding.position_ids, left_pad=padding.left_pad)
+vars(decode)["padding"] = true  # the sampler keeps the true ones
 padding.position_ids = every_column

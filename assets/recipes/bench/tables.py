@@ -1,16 +1,17 @@
 """Speed and quality compared with TRL: tables and pictures; by sampled token where both sample.
 
-`tables.py` draws `assets/<part>.png`, to be read on a phone.
+`assets/<part>.png` is to be read on a phone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, save, style, titled_figure
-from experiments.evidence import make
+from experiments.evidence.records import studies
 from experiments.runs.outcomes import over
 from experiments.runs.sweep.effects import DPI
 
@@ -25,7 +26,7 @@ MODELS = {"bench-tiny": "4 layers, 256 wide", "bench-gpt2-small": "GPT-2 small"}
 
 def rows(part: str) -> list[dict[str, Any]]:
     """What was measured of each row; none without a record."""
-    found: list[dict[str, Any]] = make.read(f"{part}/results.json").get("rows", [])
+    found: list[dict[str, Any]] = studies.read(f"{part}/results.json").get("rows", [])
     return found
 
 
@@ -48,7 +49,7 @@ def table() -> str:
 
 def quality() -> str:
     """Minutes of each stage on both sides, and how good it is."""
-    found, lines = make.read("bench-quality/results.json"), []
+    found, lines = studies.read("bench-quality/results.json"), []
     for stage, (outcome, digits) in STAGES.items():
         cells = []
         for name, places in (("minutes", 1), (outcome, digits)):
@@ -62,7 +63,7 @@ def quality() -> str:
 
 def against_trl(part: str) -> str:
     """The picture, and what the benchmark printed, without `LEFT_OUT`, with a ratio per token."""
-    heads, *lines = make.cells(make.printed(f"{part}/table.md"))
+    heads, *lines = studies.cells(studies.printed(f"{part}/table.md"))
     added = ["ratio per token", "---"]
     for row in rows(part):
         added.append(f"{ratio(row):.2f}" if row["trl"]["completion_length"] else "")
@@ -92,4 +93,14 @@ def draw(part: str) -> Path:
         axes.set(yticks=places, yticklabels=names, xlabel="speed, TRL = 1")
         axes.invert_yaxis()
         axes.legend(loc="best")
-        return save(figure, make.ROOT / "assets" / f"{part}.png", DPI)
+        return save(figure, studies.ROOT / "assets" / f"{part}.png", DPI)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "bench-tiny": partial(against_trl, "bench-tiny"),
+    "bench-gpt2-small": partial(against_trl, "bench-gpt2-small"),
+    "bench-quality": partial(studies.printed, "bench-quality/table.md"),
+    "bench-tiny.short": table,
+    "bench-quality.short": quality,
+}
+FIGURES = {part: partial(draw, part) for part in MODELS}

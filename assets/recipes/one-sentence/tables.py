@@ -1,28 +1,30 @@
 """The second task: reward over steps and over KL, GRPO compared with the best of n.
 
-`tables.py` draws `assets/one-sentence.png` from the record of the recipe `one-sentence`. The best
-of n samples of the chat model has as its mean reward, a check being 0 or 1, the model's pass@n, and
-a KL of at most log n - (n - 1) / n, the point that is drawn: where several samples pass, one of
-them is taken at random, and the KL is smaller.
+The best of n samples of the chat model has its pass@n as mean reward: a check is 0 or 1. Their
+KL is at most log n - (n - 1) / n, the point that is drawn: where several samples pass, one of them
+is taken at random, and the KL is smaller.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.record.jsonl import read_jsonl
 from common.record.run_folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, save, style, titled_figure
-from experiments.evidence import make
-from experiments.evidence.records.chains import evaluations
+from experiments.evidence.records import studies
+from experiments.evidence.records.replications import evaluations
 from experiments.runs.outcomes import over, over_seeds
 from experiments.runs.overoptimization.curves import best_of_n_kl
 from experiments.runs.sweep.effects import DPI
 
 PART = "one-sentence"
 CHECK = "one_sentence"
+TITLE = re.compile(r"words:\n\n(.+)")  # in its prompts
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Record:
 def read() -> Record:
     """The record."""
     found = evaluations(PART)
-    logs = [read_metrics(make.RECORDS / PART / f"seed_{seed}" / "grpo") for seed in found]
+    logs = [read_metrics(studies.RECORDS / PART / f"seed_{seed}" / "grpo") for seed in found]
     run = {}
     for at in zip(*([line for line in log if "eval_reward" in line] for log in logs), strict=True):
         rewards, kls = ([line[name] for line in at] for name in ("eval_reward", "eval_kl"))
@@ -105,6 +107,17 @@ def differences() -> str:
     return markdown.table(["difference by seed", "passes, points [95%]"], rows)
 
 
+def sample() -> str:
+    """Summaries of the first abstract by every system."""
+    line = read_jsonl(studies.RECORDS / PART / "samples.jsonl")[0]
+    title = TITLE.findall(line["prompt"])[0]
+    rows = [["author", line["reference"]["completion"]]]
+    for name, completion in line["systems"].items():
+        is_cut = not completion["stopped"]
+        rows.append([name, completion["completion"] + (" [...]" if is_cut else "")])
+    return markdown.table(["summary by", title], rows)
+
+
 def draw() -> Path:
     """One panel below the other: seeds thin, means with intervals."""
     found = read()
@@ -132,7 +145,7 @@ def draw() -> Path:
         over_steps.legend(loc="upper left")
         over_kl.legend(loc="lower right")
         over_steps.set_ylim(bottom=0)
-        return save(figure, make.ROOT / "assets" / f"{PART}.png", DPI)
+        return save(figure, studies.ROOT / "assets" / f"{PART}.png", DPI)
 
 
 def draw_means(
@@ -142,3 +155,11 @@ def draw_means(
     means = [over_seeds(own.rewards) for own in policies]
     halves = [mean.mean - mean.low if mean.low is not None else 0 for mean in means]
     axes.errorbar(places, [mean.mean for mean in means], halves, elinewidth=1.2, **look)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    PART: shown,
+    f"{PART}.differences": differences,
+    f"{PART}.samples": sample,
+}
+FIGURES = {PART: draw}

@@ -1,17 +1,16 @@
-"""The two sweeps: the tables of their reports, a sentence on what matters, and a picture.
+"""The ablations: the first outcomes of each stage, a sentence on what matters, and a picture.
 
-`tables.py` draws `assets/ablations.png`, the first outcome of each stage; all outcomes are in the
-sweep's `plots/forest.png`.
+All outcomes are in the sweep's `plots/forest.png`.
 """
 
-import re
 import textwrap
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
-from common.report import markdown
-from experiments.evidence import make
+from experiments.evidence.records import studies, sweeps
 from experiments.runs.outcomes import over_seeds
 from experiments.runs.sweep.effects import Effect, Effects
 from experiments.runs.sweep.effects import draw as draw_effects
@@ -25,31 +24,10 @@ STAGES = {
 }
 
 
-def primary_table(part: str, *stages: str) -> str:
-    """The first outcome of a sweep's stages, or of some; the base chain's line names the stage."""
-    rows = []
-    for title, table in stage_tables(part):
-        if stages and title not in stages:
-            continue
-        heads, *lines = make.cells(table)
-        for detail, choice, value, *_, verdict, _ in lines:
-            first = f"**{title}**: {heads[2]}" if detail == "base" else detail
-            bound = verdict.replace("no larger than", "\N{LESS-THAN OR EQUAL TO}")
-            rows.append([first, choice, value, bound])
-    return markdown.table(["detail", "choice", "difference to the base [95%]", "matters?"], rows)
-
-
-def stage_tables(part: str) -> list[tuple[str, str]]:
-    """Title and table of each stage in a sweep's report."""
-    _, *sections = re.split(r"(?m)^## (.+)$", make.printed(f"{part}/report.md"))
-    tables = map(str.strip, sections[1::2])
-    return list(zip(sections[::2], tables, strict=True))
-
-
 def primary_effects() -> Effects:
     """Of the ablations the effects in the first outcome of each stage."""
     stages: dict[str, dict[str, list[Effect]]] = {}
-    for own in make.read("ablations/sweep.json")["effects"]:
+    for own in studies.read("ablations/sweep.json")["effects"]:
         variant = Variant(**{field.name: own[field.name] for field in fields(Variant)})
         panels = stages.setdefault(variant.stage, {own["outcome"]: []})
         if own["outcome"] in panels:
@@ -80,4 +58,11 @@ def what_matters() -> str:
 
 def draw() -> Path:
     """A panel per stage, one below the other."""
-    return draw_effects(primary_effects(), make.ROOT / "assets" / "ablations.png")
+    return draw_effects(primary_effects(), studies.ROOT / "assets" / "ablations.png")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "ablations": partial(sweeps.primary_table, "ablations"),
+    "ablations.short": what_matters,
+}
+FIGURES = {"ablations": draw}

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
-from experiments.evidence import make
+from experiments.evidence.records import studies
 from experiments.runs.outcomes import over_seeds
 from experiments.runs.overoptimization.curves import fit
 from experiments.runs.overoptimization.plots import series_of
@@ -56,7 +56,7 @@ class Claim:
 
 def table() -> str:
     """All claims, with what the records say of them."""
-    records = {file: make.read(file) for file in {claim.file for claim in CLAIMS}}
+    records = {file: studies.read(file) for file in {claim.file for claim in CLAIMS}}
     return markdown.table(HEADERS, [claim.row(records[claim.file]) for claim in CLAIMS])
 
 
@@ -192,3 +192,5 @@ CLAIMS = [
           POINTS, 1, SWEEP, partial(line, "grpo", GOLD, ("global normalisation", "on"))),
 ]
 # fmt: on
+
+TABLES: dict[str, Callable[[], str]] = {"ablations.papers": table}

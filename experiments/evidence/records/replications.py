@@ -1,28 +1,19 @@
-"""A chain of stages: tables of means over seeds and of its texts, and a picture."""
+"""A recorded chain of stages: the table of means over its seeds, and a picture."""
 
 import json
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-import yaml
-
 from common.evaluation.records import REFERENCE, Results
-from common.record.jsonl import read_jsonl
 from common.record.terminal import NOT_MEASURED
-from common.report import evaluation_report, markdown
+from common.report import markdown
 from common.report.figures import draw_accuracy, draw_reward, held_out
 from common.report.plots import save, style, system_colours, titled_figure
-from experiments.evidence import make
-from experiments.evidence.records.texts import REWARDS
+from experiments.evidence.records import studies
 from experiments.runs.outcomes import over
 from experiments.runs.sweep.effects import DPI
 
-TITLE = re.compile(r"words:\n\n(.+)")  # in the prompts of `one-sentence`
 COLUMNS = {  # of the means over seeds: heading, scale, digits
     "accuracy": ("accuracy %", 100, 1),
     "gold": ("gold reward", 1, 3),
@@ -33,13 +24,12 @@ COLUMNS = {  # of the means over seeds: heading, scale, digits
     "length": ("length", 1, 1),
     "stop_rate": ("stop %", 100, 1),
 }
-DRAWN = ("demo", "scitldr")
 SCORES = ("{}", "{} implicit_reward", "{} logp")  # of a system's accuracy: the first found
 
 
 def evaluations(part: str) -> dict[str, Results]:
     """The results of evaluation, by seed."""
-    files = sorted((make.RECORDS / part).glob("seed_*/evaluation/results.json"))
+    files = sorted((studies.RECORDS / part).glob("seed_*/evaluation/results.json"))
     return {
         file.parents[1].name.removeprefix("seed_"): Results(**json.loads(file.read_text()))
         for file in files
@@ -90,27 +80,6 @@ def means(part: str) -> str:
     return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
 
 
-def differences(part: str) -> str:
-    """Differences of DPO and GRPO to SFT of the same seed: means over seeds."""
-    columns = {"model": COLUMNS["model"], "trained": ("RM score as trained", 1, 2)}
-    columns |= {key: COLUMNS[key] for key in ("rouge_l", "length")}
-    found = evaluations(part)
-    seeds = [measured(results) for results in found.values()]
-    for lines, seed in zip(seeds, found, strict=True):
-        for name, reward in as_trained(part, seed).items():
-            lines[name]["trained"] = reward
-    rows = []
-    for name in ("dpo", "grpo"):
-        cells = []
-        for key, (_, scale, digits) in columns.items():
-            pairs = [(number(lines[name][key]), number(lines["sft"][key])) for lines in seeds]
-            cells.append(over([scale * (own - sft) for own, sft in pairs], digits))
-        shares = [100 * win_rate(results, name, "sft") for results in found.values()]
-        rows.append([name, *cells, over(shares, 1, is_share=True)])
-    heads = ["compared with sft", *(head for head, _, _ in columns.values())]
-    return markdown.table([*heads, "RM prefers it at equal length %"], rows)
-
-
 def win_rate(results: Results, name: str, other: str) -> float:
     """How often the reward model prefers a system to another one, at equal length."""
     models = reward_models(results.systems)
@@ -127,40 +96,11 @@ def reward_models(systems: Iterable[Mapping[str, Any]]) -> list[str]:
     return [system["name"] for system in systems if system.get("kind") == "reward_model"]
 
 
-def as_trained(part: str, seed: str) -> dict[str, float]:
-    """The mean reward of each system's completions, with GRPO's penalty for not stopping."""
-    lines = read_jsonl(make.RECORDS / part / f"seed_{seed}" / "evaluation" / REWARDS)
-    recipe = yaml.safe_load((make.ROOT / "assets" / "recipes" / part / "grpo.yaml").read_text())
-    penalty = recipe["missing_eos_penalty"]
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for name, completions in (pair for line in lines for pair in line.items()):
-        rewards[name] += [
-            sum(own["rewards"].values()) if own["stopped"] else penalty for own in completions
-        ]
-    return {name: mean(found) for name, found in rewards.items()}
-
-
 def number(value: Any) -> float:
     """A number, or the value of a mapping that has its interval too."""
     if isinstance(value, dict):
         value = next(value[key] for key in ("mean", "accuracy", "win_rate") if key in value)
     return float(value)
-
-
-def systems() -> str:
-    """The table of systems in the report of the demo's first seed."""
-    return str(evaluation_report.systems_table(evaluations("demo")["0"]))
-
-
-def sample(part: str) -> str:
-    """Summaries of the first abstract by every system."""
-    line = read_jsonl(make.RECORDS / part / "samples.jsonl")[0]
-    title = TITLE.findall(line["prompt"])[0]
-    rows = [["author", line["reference"]["completion"]]]
-    for name, completion in line["systems"].items():
-        is_cut = not completion["stopped"]
-        rows.append([name, completion["completion"] + (" [...]" if is_cut else "")])
-    return markdown.table(["summary by", title], rows)
 
 
 def draw(part: str) -> Path:
@@ -178,14 +118,4 @@ def draw(part: str) -> Path:
         above, below = figure.subplots(2, 1)
         draw_accuracy(above, results, colours)
         draw_reward(below, results, colours)
-        return save(figure, make.ROOT / "assets" / f"{part}.png", DPI)
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "demo.systems": systems,
-    "demo.mean": partial(means, "demo"),
-    "scitldr.mean": partial(means, "scitldr"),
-    "scitldr.differences": partial(differences, "scitldr"),
-    "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
-    "one-sentence.samples": partial(sample, "one-sentence"),
-}
+        return save(figure, studies.ROOT / "assets" / f"{part}.png", DPI)

@@ -6,6 +6,7 @@ random, and its interval covers both draws (`Crossed`).
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -18,11 +19,13 @@ import numpy as np
 from common.evaluation.accuracy import outcomes
 from common.evaluation.intervals import t_quantile
 from common.evaluation.records import read_scores
+from common.record.jsonl import write_atomically
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, GREY, save, style, titled_figure
 from common.report.tables import interval_cell
-from experiments.evidence import make
+from common.text.overlap import ngrams
+from experiments.evidence.records import studies
 from experiments.runs.outcomes import over
 from experiments.runs.overoptimization import plots
 from experiments.runs.overoptimization.curves import Values, distance
@@ -41,6 +44,7 @@ NAMES = {name: f"{votes:,} votes" for name, votes in VOTES.items()} | {
 EVALUATIONS = {"votes": "evaluation", "means": "evaluation-means"}
 PENALTY = -1.0  # the experiment's missing_eos_penalty
 TICKS = (0.5, 1, 2, 5, 10)  # of the figure's KL
+FIRST_WORDS = 8  # of a completion, for the share of distinct ones: long texts repeat more
 KLS = (1.0, 2.0, 5.0, 10.0)  # nats per completion; 1 was added when DPO's results were seen
 # Methods by the names of their tracks. Of GRPO each beta is a track.
 METHODS = {
@@ -58,7 +62,7 @@ COMPARED = [
 
 @dataclass
 class Recorded(Measured):
-    """A measured policy as `texts.keep_measured` keeps it."""
+    """A measured policy as a record keeps it."""
 
     distinct: dict[str, list[float]]  # of "first" and "best" texts: words and pairs, as shares
 
@@ -101,9 +105,46 @@ class Crossed:
         return interval_cell(own, 1, 2, sign="+") + r"\*" * stars
 
 
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+def keep_values(folder: Path, new: Path, *, with_texts: bool = False) -> None:
+    """Keep the values of all measured completions, and their texts on request."""
+    for file in sorted(folder.glob("seed_*/frontier/seed_*/measured/*.json")):
+        record = kept(json.loads(file.read_text()), with_texts=with_texts)
+        write_atomically(new / file.relative_to(folder), [json.dumps(record) + "\n"])
+
+
+keep_texts = partial(keep_values, with_texts=True)
+
+
+def kept(record: dict[str, Any], *, with_texts: bool) -> dict[str, Any]:
+    """The JSON that a record keeps for a measured policy.
+
+    `distinct` has the shares of distinct words and pairs of words: among the first completions of
+    each prompt, and among those with its highest proxy reward.
+    """
+    best = np.argmax(record["proxy"], axis=1)
+    chosen = {
+        "first": [texts[0] for texts in record["texts"]],
+        "best": [texts[k] for texts, k in zip(record["texts"], best, strict=True)],
+    }
+    shares = {name: [distinct(texts, n) for n in (1, 2)] for name, texts in chosen.items()}
+    return record | {"distinct": shares} | ({} if with_texts else {"prompts": [], "texts": []})
+
+
+def distinct(texts: Sequence[str], n: int) -> float:
+    """Distinct n-grams in the first words of all texts, as a share (Li et al. 2016)."""
+    counts = sum((ngrams(text.split()[:FIRST_WORDS], n) for text in texts), Counter())
+    return len(counts) / counts.total()
+
+
+# ---- the records ---------------------------------------------------------------------------------
+
+
 def folders(parts: Sequence[str]) -> list[Path]:
     """The folders of the recorded seeds."""
-    return [folder for part in parts for folder in sorted((make.RECORDS / part).glob("seed_*"))]
+    return [folder for part in parts for folder in sorted((studies.RECORDS / part).glob("seed_*"))]
 
 
 # ---- reward models -------------------------------------------------------------------------------
@@ -114,7 +155,7 @@ def scores(parts: Sequence[str], rows: str) -> dict[str, Values]:
     """Scores (S, R, 2) of the reward models and, with S = 1, of what needs no training."""
     seeds = [read_scores(folder / EVALUATIONS[rows] / "scores.jsonl") for folder in folders(parts)]
     used = [pair["row"] for pair in seeds[0].pairs]
-    baselines = make.read("film-baselines/scores.json")[rows]
+    baselines = studies.read("film-baselines/scores.json")[rows]
     found = {name: np.stack([seed.scores[name] for seed in seeds]) for name in NAMES}
     return found | {name: np.array(own)[None, used] for name, own in baselines.items()}
 
@@ -357,7 +398,7 @@ def draw() -> Path:
         lines = {line.get_label(): line for line in over_proxy.get_lines()}
         lines = {name: line for name, line in lines.items() if not name.startswith("_")}
         over_proxy.legend(lines.values(), lines, loc="lower right", frameon=True)
-        return save(figure, make.ROOT / "assets" / "film.png", DPI)
+        return save(figure, studies.ROOT / "assets" / "film.png", DPI)
 
 
 def draw_track(axes: Any, results: dict[str, Any], track: str, name: str, **look: Any) -> None:
@@ -392,3 +433,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "film-bf16.reward_models": partial(reward_models, BFLOAT16),
     "film-bf16.at_kls": partial(at_kls, BFLOAT16),
 }
+FIGURES = {"film-1": draw}

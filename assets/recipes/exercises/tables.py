@@ -1,0 +1,12 @@
+"""The exercises, and the table that the command prints."""
+
+from collections.abc import Callable
+from functools import partial
+
+from experiments.evidence.exercises import questions
+from experiments.evidence.records.studies import printed
+
+TABLES: dict[str, Callable[[], str]] = {
+    "questions": questions,
+    "exercises": partial(printed, "exercises/printed.md"),
+}

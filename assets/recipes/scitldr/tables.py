@@ -1,0 +1,67 @@
+"""SciTLDR: means over seeds, and differences of DPO and GRPO to SFT."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from statistics import mean
+
+import yaml
+
+from common.record.jsonl import read_jsonl
+from common.report import markdown
+from experiments.evidence.records import studies
+from experiments.evidence.records.replications import (
+    COLUMNS,
+    draw,
+    evaluations,
+    means,
+    measured,
+    number,
+    win_rate,
+)
+from experiments.evidence.records.texts import REWARDS
+from experiments.runs.outcomes import over
+
+PART = "scitldr"
+
+
+def differences() -> str:
+    """Differences of DPO and GRPO to SFT of the same seed: means over seeds."""
+    columns = {"model": COLUMNS["model"], "trained": ("RM score as trained", 1, 2)}
+    columns |= {key: COLUMNS[key] for key in ("rouge_l", "length")}
+    found = evaluations(PART)
+    seeds = [measured(results) for results in found.values()]
+    for lines, seed in zip(seeds, found, strict=True):
+        for name, reward in as_trained(seed).items():
+            lines[name]["trained"] = reward
+    rows = []
+    for name in ("dpo", "grpo"):
+        cells = []
+        for key, (_, scale, digits) in columns.items():
+            pairs = [(number(lines[name][key]), number(lines["sft"][key])) for lines in seeds]
+            cells.append(over([scale * (own - sft) for own, sft in pairs], digits))
+        shares = [100 * win_rate(results, name, "sft") for results in found.values()]
+        rows.append([name, *cells, over(shares, 1, is_share=True)])
+    heads = ["compared with sft", *(head for head, _, _ in columns.values())]
+    return markdown.table([*heads, "RM prefers it at equal length %"], rows)
+
+
+def as_trained(seed: str) -> dict[str, float]:
+    """The mean reward of each system's completions, with GRPO's penalty for not stopping."""
+    lines = read_jsonl(studies.RECORDS / PART / f"seed_{seed}" / "evaluation" / REWARDS)
+    recipe = yaml.safe_load((studies.STUDIES / PART / "grpo.yaml").read_text())
+    penalty = recipe["missing_eos_penalty"]
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for name, completions in (pair for line in lines for pair in line.items()):
+        rewards[name] += [
+            sum(own["rewards"].values()) if own["stopped"] else penalty for own in completions
+        ]
+    return {name: mean(found) for name, found in rewards.items()}
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    f"{PART}.mean": partial(means, PART),
+    f"{PART}.differences": differences,
+    f"{PART}.picture": lambda: f"![Accuracy and reward of seed 0](../assets/{PART}.png)",
+}
+FIGURES = {PART: partial(draw, PART)}

@@ -1,0 +1,165 @@
+"""What the folders of `assets/recipes` record: their parts, and the records that there are.
+
+A study is a folder. Its `record.yaml` has the parts that `make results` makes, by name; its
+`tables.py` has `TABLES`, a function for each place `<!-- NAME -->` of a page, and `FIGURES`, one
+for each recorded part whose pictures are drawn anew.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from common.config.recipes import read_recipe
+from experiments.evidence.records import current
+from experiments.runs.sweep.sweep_file import entry
+
+ROOT = Path(__file__).resolve().parents[3]
+STUDIES, RECORDS = ROOT / "assets" / "recipes", ROOT / "assets" / "results"
+RECORD, TABLES = "record.json", "tables.py"
+STAGES = ("sft", "reward", "dpo", "grpo")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, and what is kept of its results: an entry of a `record.yaml`."""
+
+    name: str
+    study: str
+    command: str  # behind `python -m`; {out} is the part's folder
+    keep: Sequence[str]  # globs in the folder; `printed.md` has what was printed
+    keep_by: str = ""  # `module:function` that keeps more, of that folder in the record's
+    folder: str = "{out}"
+    needs: Sequence[str] = ()  # what only another part or a download makes
+    reads: Sequence[str] = ()  # recipes that the command does not name
+    stages: Sequence[str] = STAGES  # whose trajectories decide the figures; none: the commit does
+    threads: int = 1  # of each process
+    takes_gpu: bool = False  # if there is one
+    python: str = sys.executable  # or that of another environment, by its path in the project
+
+    @property
+    def out(self) -> str:
+        """The folder of what it prints and writes."""
+        return f"output/{self.name}"
+
+    @property
+    def words(self) -> str:
+        """Its command with its folder."""
+        return self.command.format(out=self.out)
+
+    @property
+    def settings(self) -> str:
+        """All that names its recipes."""
+        return " ".join((self.words, *self.reads))
+
+
+@dataclass(frozen=True)
+class Record:
+    """`record.json` of a part: what made it, when and on what."""
+
+    commands: Sequence[str]
+    git_commit: str
+    trajectories: current.Versions
+    settings: str
+    date: str
+    minutes: float  # over all starts
+    starts: int
+    cpu: str
+    cores: int
+    python: str
+    packages: dict[str, str]
+    gpu: str | None = None
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)  # checksums of files, by path
+
+
+def parts() -> dict[str, Part]:
+    """All parts by name, each behind the parts whose output it needs."""
+    found: dict[str, Part] = {}
+    for file in sorted(STUDIES.glob("*/record.yaml")):
+        for name, values in read_recipe(str(file), typed=True).items():
+            where = {"name": name, "study": file.parent.name}
+            found[name] = entry(Part, where | values, f"{file}, {name}")
+
+    def level(part: Part) -> int:
+        needed = [
+            p for p in found.values() if any(f"{n}/".startswith(f"{p.out}/") for n in part.needs)
+        ]
+        return 1 + max(map(level, needed), default=0)
+
+    return {part.name: part for part in sorted(found.values(), key=level)}
+
+
+def tables_modules() -> dict[str, ModuleType]:
+    """The `tables.py` of each study that has one."""
+    names = [file.parent.name for file in sorted(STUDIES.glob(f"*/{TABLES}"))]
+    return {name: importlib.import_module(f"assets.recipes.{name}.tables") for name in names}
+
+
+def tables() -> dict[str, Callable[[], str]]:
+    """The tables of all studies, by their places."""
+    every: dict[str, Callable[[], str]] = {}
+    for module in tables_modules().values():
+        every |= module.TABLES
+    return every
+
+
+def figures() -> dict[str, Callable[[], object]]:
+    """What draws the pictures of a part anew, by part."""
+    every: dict[str, Callable[[], object]] = {}
+    for module in tables_modules().values():
+        every |= getattr(module, "FIGURES", {})
+    return every
+
+
+# ---- what is recorded ----------------------------------------------------------------------------
+
+
+def read_record(part: str) -> Record | None:
+    """The record of a part, if there is one."""
+    values = read(f"{part}/{RECORD}")
+    names = [f.name for f in fields(Record)]
+    return Record(**{name: values[name] for name in names if name in values}) if values else None
+
+
+def read(file: str) -> dict[str, Any]:
+    """JSON among the records, by its path there; empty where there is none."""
+    path = RECORDS / file
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def printed(file: str) -> str:
+    """Text among the records."""
+    return (RECORDS / file).read_text().strip()
+
+
+def cells(text: str) -> list[list[str]]:
+    """The cells of the Markdown table in a text: the line of its heads, then the others."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    heads, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return [heads, *rows]
+
+
+def columns(part: str) -> dict[str, list[str]]:
+    """The table that a command printed, by the heads of its columns."""
+    heads, *rows = cells(printed(f"{part}/printed.md"))
+    return dict(zip(heads, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def is_current(part: Part, record: Record, commit: str) -> bool:
+    """Whether the record of a part is of this code: of its trajectories, or else of the commit."""
+    if part.stages or record.git_commit == commit:
+        return not what_changed(part, record)
+    return False
+
+
+def what_changed(part: Part, record: Record) -> str:
+    """What has changed since a part was recorded, as far as it moves its figures."""
+    if current.have_moved(record.trajectories, current.trajectories(part.stages, ROOT)):
+        return "the golden trajectories"
+    is_same = current.is_same_command(record.commands, part.words)
+    is_same &= record.settings == current.settings(part.settings, ROOT)
+    return "" if is_same else "the settings"

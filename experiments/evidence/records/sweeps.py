@@ -1,0 +1,27 @@
+"""The tables of a recorded sweep's report."""
+
+import re
+
+from common.report import markdown
+from experiments.evidence.records import studies
+
+
+def primary_table(part: str, *stages: str) -> str:
+    """The first outcome of a sweep's stages, or of some; the base chain's line names the stage."""
+    rows = []
+    for title, table in stage_tables(part):
+        if stages and title not in stages:
+            continue
+        heads, *lines = studies.cells(table)
+        for detail, choice, value, *_, verdict, _ in lines:
+            first = f"**{title}**: {heads[2]}" if detail == "base" else detail
+            bound = verdict.replace("no larger than", "\N{LESS-THAN OR EQUAL TO}")
+            rows.append([first, choice, value, bound])
+    return markdown.table(["detail", "choice", "difference to the base [95%]", "matters?"], rows)
+
+
+def stage_tables(part: str) -> list[tuple[str, str]]:
+    """Title and table of each stage in a sweep's report."""
+    _, *sections = re.split(r"(?m)^## (.+)$", studies.printed(f"{part}/report.md"))
+    tables = map(str.strip, sections[1::2])
+    return list(zip(sections[::2], tables, strict=True))
