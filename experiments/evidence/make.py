@@ -64,16 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make(part: Part, commit: str, tree: Path) -> bool:
     """Make a part unless it has a record of this code or lacks an input; False if it failed."""
     name, recorded, out = part.name, studies.read_record(part.name), tree / part.out
-    if (
-        recorded
-        and recorded.git_commit == commit
-        and current.is_same_command(recorded.commands, part.words)
-    ):
-        print(f"{name}: recorded", flush=True)
-        return True
-    if part.stages and recorded and not studies.what_changed(part, recorded):
-        short = recorded.git_commit[:10]
-        print(f"{name}: recorded on {short}, with the trajectories of this code", flush=True)
+    if recorded and studies.is_current(part, recorded, commit):
+        print(f"{name}: recorded on {recorded.git_commit[:10]}", flush=True)
         return True
     if lacking := [path for path in part.needs if not (tree / path).exists()]:
         print(f"{name}: left out, since {' and '.join(lacking)} is not there", flush=True)
