@@ -2,6 +2,5 @@
 
 `make` the recorded figures, `tables` their places in the pages; `bench` speed and quality against
 TRL; `conformance` objectives against other libraries; `optimum` where objectives end; `one_file`
-the whole chain in plain PyTorch; `exercises` one-line changes of the code; `against_run` plans of
-memory compared with runs.
+the whole chain in plain PyTorch; `exercises` one-line changes of the code.
 """

@@ -1,17 +1,8 @@
-"""Plans of memory, runs on several processes, and killed runs: a sentence on each."""
+"""Runs on several processes, and killed runs: a sentence on each."""
 
 from collections.abc import Callable
 
 from experiments.evidence.records.studies import columns, printed
-
-
-def plans() -> str:
-    """How near the plans of memory are to what runs took."""
-    ratios = sorted(map(float, columns("plans")["planned / in use"]))
-    return (
-        f"Of {len(ratios)} real runs on a CPU plans are {ratios[0]:.2f} to {ratios[-1]:.2f} of the "
-        "memory in use."
-    )
 
 
 def variants() -> str:
@@ -30,4 +21,4 @@ def kills() -> str:
     return printed("kills/printed.md").splitlines()[-1]
 
 
-TABLES: dict[str, Callable[[], str]] = {"plans": plans, "variants": variants, "kills": kills}
+TABLES: dict[str, Callable[[], str]] = {"variants": variants, "kills": kills}

@@ -1,7 +1,7 @@
-r"""What `experiments.plan` says of memory beside what the same run takes.
+"""The memory that `experiments.plan` plans, compared with what the same run takes.
 
-    python -m experiments.evidence.against_run
-    python -m experiments.evidence.against_run --cases sft dpo
+    python -m assets.recipes.plans.against_run
+    python -m assets.recipes.plans.against_run --cases sft dpo
 
 Each case is planned and then run on a CPU for two steps, in processes of their own, on the fixture
 of the speed benchmark (built on first use; GPT-2 small takes minutes). The run is measured by the

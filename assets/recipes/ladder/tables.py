@@ -1,8 +1,4 @@
-r"""From one GPU to 64, by arithmetic: which flags, what a rank holds, how long a step takes.
-
-    python -m experiments.plan.ladder
-    python -m experiments.plan.ladder --into docs/memory.md
-    python -m experiments.plan.ladder --stages reward DPO
+"""From one GPU to 64, by arithmetic: which flags, what a rank holds, how long a step takes.
 
 Nothing here was measured. Memory is what `experiments.plan` plans for a GPU. A row has the first
 line of `RUNGS` with which the plan is within `SHARE` of `MEMORY`, else the last one tried.
@@ -11,18 +7,15 @@ plan's operations at the two shares of `FLOPS` in `UTILISATION`; sampling is lef
 at a time reaches no such share, and so are communication and optimiser.
 """
 
-import argparse
-import functools
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from common.config.stages import SFTConfig, TrainConfig
 from common.grpo.config import GRPOConfig
-from common.pairs.config import DPOConfig
-from common.pairs.reward_config import RewardConfig
 from common.record.terminal import markdown_table
 from experiments.plan import page as plan
 from experiments.plan.memory import Moment, host_bytes, peak
@@ -32,12 +25,7 @@ MEMORY = 80e9  # bytes of a GPU
 SHARE = 0.9  # for what is planned; CUDA and NCCL take some, and gaps between allocations
 FLOPS = 989e12  # of an H100 SXM, bfloat16, dense
 UTILISATION = (0.5, 0.15)  # assumed: of large models, and what is published of small ones
-STAGES: dict[str, type[TrainConfig]] = {
-    "SFT": SFTConfig,
-    "reward": RewardConfig,
-    "DPO": DPOConfig,
-    "GRPO": GRPOConfig,
-}
+STAGES: dict[str, type[TrainConfig]] = {"SFT": SFTConfig, "GRPO": GRPOConfig}
 COMMON: dict[str, Any] = {
     "bf16": True,
     "batch_size": 512,
@@ -54,8 +42,6 @@ RUNGS: list[dict[str, Any]] = [  # beside those; each is tried with whole and sh
     {"gradient_checkpointing": True, "rollout_server": "http://HOST:8000"},
     {"gradient_checkpointing": True, "lora_r": 16},
 ]
-
-
 # Of Llama 3.1
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 LLAMA |= {"max_position_embeddings": 8192, "tie_word_embeddings": False}
@@ -67,10 +53,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "70B": LLAMA | dict(zip(SIZES, (80, 8192, 28672, 64), strict=True)),
 }
 RANKS = [1, 8, 64]
-STAGES_ON_PAGE = ["SFT", "GRPO"]  # the others need about the flags of SFT
 
 
-@functools.cache
+@cache
 def run_of(stage: str, model: Path, lora_r: int = 0) -> Run:
     """A plan; GRPO has a reference and a reward model of the same size."""
     flags = COMMON | {"output_dir": "unused", "model_name_or_path": str(model), "lora_r": lora_r}
@@ -135,37 +120,19 @@ def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
     ]
 
 
-def page(stages: Sequence[str]) -> str:
-    """A table of each stage under its heading: all models on all numbers of GPUs."""
+def table(stage: str) -> str:
+    """All models on all numbers of GPUs."""
     headers = ["model", "GPUs", "flags", "GB of a GPU", "GB on its host", "GB sent a step"]
     headers += ["s a step at 50% to 15% of the FLOP/s"]
-    parts = []
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for stage in stages:
-            rows = []
-            for name, shape in MODELS.items():
-                path = Path(folder, f"{name}.json")
-                path.write_text(json.dumps(shape))
-                rows += [cells(name, ranks, rungs(stage, path)) for ranks in RANKS]
-            parts += [f"### {stage}", markdown_table(headers, rows)]
-    return "\n\n".join(parts)
+        for name, shape in MODELS.items():
+            path = Path(folder, f"{name}.json")
+            path.write_text(json.dumps(shape))
+            rows += [cells(name, ranks, rungs(stage, path)) for ranks in RANKS]
+    return markdown_table(headers, rows)
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES_ON_PAGE)
-    parser.add_argument(
-        "--into", type=Path, help="a page whose tables these replace, as docs/memory.md"
-    )
-    args = parser.parse_args()
-    tables = page(args.stages)
-    if args.into:
-        before = args.into.read_text().partition("\n### ")[0]
-        args.into.write_text(f"{before}\n{tables}\n")
-    else:
-        print(tables)
-
-
-if __name__ == "__main__":
-    main()
+TABLES: dict[str, Callable[[], str]] = {
+    f"ladder.{stage.lower()}": partial(table, stage) for stage in STAGES
+}
