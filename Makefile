@@ -84,7 +84,7 @@ bench: $(BENCH_VENV)/.installed
 	$(RUN) $(BENCH_VENV)/bin/python -m experiments.evidence.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
 
 quality: $(BENCH_VENV)/.installed
-	$(RUN) $(BENCH_VENV)/bin/python -m experiments.evidence.bench.quality
+	$(RUN) $(BENCH_VENV)/bin/python -m assets.recipes.bench.quality
 
 conformance: $(CONFORMANCE_VENV)/.installed
 	$(RUN) $(CONFORMANCE_VENV)/bin/python -m experiments.evidence.conformance

@@ -1,16 +1,14 @@
 """One-line changes of the code: what a stage measures before and after each.
 
     make demo                              # the models that the changes are tried on
-    python -m experiments.evidence.exercises        # all: 8 minutes on a CPU
+    python -m experiments.evidence.exercises        # all: 9 minutes on a CPU
     python -m experiments.evidence.exercises 1 5    # some
 
-Each change is made in a copy of the code. `docs/reading.md` has the questions. What was measured is
-kept in `output_dir`, with the change, and with digests of the code and the models: the same command
-resumes, and what has changed is measured again.
+Each change is made in a copy of the code. `docs/reading.md` has the questions. The runs are in
+`output_dir`.
 """
 
 import argparse
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -24,7 +22,7 @@ import yaml
 from common.errors import UserError
 from common.record.run_folder import read_metrics
 from common.record.terminal import format_number
-from experiments.runs.stages import ROOT, exit_with_status, inputs, read_mark, write_mark
+from experiments.runs.stages import ROOT, exit_with_status
 
 
 @dataclass(frozen=True)
@@ -53,22 +51,10 @@ def questions() -> str:
     )
 
 
-def last_values(kept: Path, models: Path, command: str, change: Exercise | None) -> dict[str, Any]:
-    """Last value of each metric of a run by a copy of the code, which `kept` then has."""
-    common = b"".join(file.read_bytes() for file in sorted((ROOT / "common").rglob("*.py")))
-    named = [str(ROOT / word) for word in command.split()]
-    made_by = {
-        "command": command,
-        "change": [change.file, change.old, change.new] if change else [],
-        "inputs": inputs([*named, *map(str, sorted(models.glob("*/model")))]),
-        "code": hashlib.sha256(common).hexdigest(),
-    }
-    found = read_mark(kept.parent, kept.name) or {}
-    if found.get("made_by") == made_by:
-        return found
+def last_values(run: Path, models: Path, command: str, change: Exercise | None) -> dict[str, Any]:
+    """Last value of each metric of a run by a copy of the code."""
     with tempfile.TemporaryDirectory() as name:
         tree = Path(name)
-        values: dict[str, Any] = {}
         for path in (*ROOT.glob("*.py"), ROOT / "common", ROOT / "assets" / "recipes"):
             copy = shutil.copytree if path.is_dir() else shutil.copyfile
             (tree / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
@@ -80,14 +66,15 @@ def last_values(kept: Path, models: Path, command: str, change: Exercise | None)
             if code.read_text().count(change.old) != 1:
                 sys.exit(f"error: {change.file} must have this once: {change.old}")
             code.write_text(code.read_text().replace(change.old, change.new))
-        words = [*command.split(), "--output_dir", "output/run"]
-        run = subprocess.run([sys.executable, *words], cwd=tree, capture_output=True, text=True)
-        if run.returncode:
-            sys.exit(run.stderr)
-        for line in read_metrics(tree / "output" / "run"):
-            values |= line
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_mark(kept.parent, values | {"made_by": made_by}, kept.name)
+        shutil.rmtree(run, ignore_errors=True)
+        run.parent.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, *command.split(), "--output_dir", str(run.resolve())]
+        process = subprocess.run(words, cwd=tree, capture_output=True, text=True)
+        if process.returncode:
+            sys.exit(process.stderr)
+    values: dict[str, Any] = {}
+    for line in read_metrics(run):
+        values |= line
     return values
 
 
@@ -106,14 +93,15 @@ def main() -> None:
             lacking = f"--models is {flags.models}, which has no {stage}/model"
             raise UserError(f"{lacking}; `make demo` writes it to output/demo.")
     print("| exercise | metric | before | after |\n|---|---|---|---|", flush=True)
+    before: dict[str, dict[str, Any]] = {}  # by command
     for number in flags.numbers or every:
         one = EXERCISES[number - 1]
-        before, after = (
-            last_values(flags.output_dir / f"{name}.json", flags.models, COMMANDS[one.command], to)
-            for name, to in ((one.command, None), (f"{number}", one))
-        )
+        name, command = one.command, COMMANDS[one.command]
+        if name not in before:
+            before[name] = last_values(flags.output_dir / name, flags.models, command, None)
+        after = last_values(flags.output_dir / f"{number}", flags.models, command, one)
         for name in one.metrics:
-            cells = (format_number(values[name]) for values in (before, after))
+            cells = (format_number(values[name]) for values in (before[one.command], after))
             print(f"| {number} | `{name}` | {' | '.join(cells)} |", flush=True)
 
 

@@ -7,9 +7,8 @@
 
 Each row runs TRL, ours, then ours, TRL (`--rounds`), every run a process of its own; the first
 steps are warm-up. A round's figure is the median of its steps; a row's is the median of its rounds,
-its ratio's range that of the rounds. The matmul ceiling of the machine is measured before, between
-and after. Writes `results.json` and `table.md` to `output/bench/<model>`. First of all both sides
-must compute the same losses (`experiments/evidence/bench/same_loss.py`).
+its ratio's range that of the rounds. First of all both sides must compute the same losses
+(`same_loss.py`). Writes `results.json` and `table.md` to `output/bench/<model>`.
 """
 
 import argparse
@@ -73,13 +72,12 @@ def run_module(name: str, log: Path, arguments: argparse.Namespace, **flags: Any
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Result:
-    """All runs, in turns, with the ceiling measured between the rounds."""
+    """All runs, in turns."""
     sides = [("trl", processes.run_trl), ("ours", our_stages.run_row)]
     rows = [ROWS[name] for name in arguments.stages]
     file = folder / "runs.json"
     runs: list[Result] = json.loads(file.read_text()) if arguments.resume and file.exists() else []
     made = {(one["row"], one["side"], one["round"]) for one in runs}
-    ceilings = [measure_ceiling(arguments, folder)]
     for round_number in range(1, arguments.rounds + 1):
         for row in rows:
             for side, run in sides[:: 1 if round_number % 2 else -1]:  # either is first in turn
@@ -100,21 +98,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Result:
                 runs.append({"row": row.name, "side": side, "round": round_number, **result})
                 # What is there already survives an interruption of the rest.
                 write_atomically(file, [json.dumps(runs, indent=1) + "\n"])
-        ceilings.append(measure_ceiling(arguments, folder))
     return {
         "model": arguments.model,
         "machine": machine(arguments.threads),
-        "ceilings": ceilings,
-        "ceiling": median(max(rates.values()) for rates in ceilings),
         "runs": runs,
     }
-
-
-def measure_ceiling(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """FLOP/s of float32 products by shape."""
-    output = folder / "ceiling.json"
-    run_module("ceiling", folder / "ceiling.log", arguments, output=output)
-    return json.loads(output.read_text())
 
 
 def machine(threads: int) -> Result:
@@ -139,7 +127,7 @@ def summarise(results: Result, arguments: argparse.Namespace, fixture: Result) -
             line["reach"] = row.reach * REACH_OF_LARGER
         for side in ("trl", "ours"):
             runs = [r for r in results["runs"] if (r["row"], r["side"]) == (row.name, side)]
-            line[side] = side_figures(row, runs, lengths, model, results["ceiling"])
+            line[side] = side_figures(row, runs, lengths, model)
         pairs = zip(line["trl"]["by_round"], line["ours"]["by_round"], strict=True)
         line["ratio_by_round"] = [ours / trl for trl, ours in pairs]
         line["ratio"] = line["ours"]["speed"] / line["trl"]["speed"]
@@ -149,30 +137,22 @@ def summarise(results: Result, arguments: argparse.Namespace, fixture: Result) -
 
 
 def side_figures(
-    row: BenchRow,
-    runs: list[Result],
-    lengths: dict[str, list[int]],
-    model: str,
-    ceiling: float,
+    row: BenchRow, runs: list[Result], lengths: dict[str, list[int]], model: str
 ) -> Result:
-    """Speed, share of the ceiling and memory of one side of a row: medians over its rounds."""
+    """Speed and memory of one side of a row: medians over its rounds."""
     units, warmup = flops.step_units(row, lengths), num_steps(row, model)[1]
     seconds = [median(run["step_seconds"][warmup:]) for run in runs]
-    completion_length = median(run.get("completion_length", 0.0) for run in runs)
-    floor = flops.step_flops(row, SHAPES[model], lengths, completion_length)
     return {
         "speed": units / median(seconds),
         "by_round": [units / value for value in seconds],
-        "ceiling_share": floor / median(seconds) / ceiling,
         "peak_mb": median(run["peak_mb"] for run in runs),
-        "completion_length": completion_length,
-        "floor_flops": floor,
+        "completion_length": median(run.get("completion_length", 0.0) for run in runs),
     }
 
 
 def render(results: Result) -> str:
     """The Markdown table with the machine under it."""
-    columns = ["row", "unit", "TRL", "ours", "ratio (rounds)", "goal", "% of ceiling TRL / ours"]
+    columns = ["row", "unit", "TRL", "ours", "ratio (rounds)", "goal"]
     columns += ["peak MB TRL / ours", f"memory ratio (goal {REACH_MEMORY})"]
     columns += ["tokens per rollout TRL / ours"]
     lines = [" | ".join(columns), " | ".join(["---"] * len(columns))]
@@ -181,8 +161,7 @@ def render(results: Result) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
     note = (
         f"{results['model']} model, float32, {here['cpu']}, {here['cores']} cores, "
-        f"{here['threads']} thread(s) per process, {versions}; ceiling "
-        f"{results['ceiling'] / 1e9:.0f} GFLOP/s."
+        f"{here['threads']} thread(s) per process, {versions}."
     )
     return "\n".join(f"| {line} |" for line in lines) + f"\n\n{note}"
 
@@ -191,14 +170,13 @@ def cells(line: Result) -> list[str]:
     """One line of the table."""
     sides = [line["trl"], line["ours"]]
     speeds = [f"{side['speed']:.4g}" for side in sides]
-    shares = " / ".join(f"{100 * side['ceiling_share']:.0f}" for side in sides)
     peaks = " / ".join(f"{side['peak_mb']:.0f}" for side in sides)
     low, high = min(line["ratio_by_round"]), max(line["ratio_by_round"])
     ratio, memory = f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})", f"{line['memory_ratio']:.2f}"
     reach = f"{line['reach']:.2g}" if line["reach"] else "-"
     lengths = " / ".join(f"{side['completion_length']:.1f}" for side in sides)
     drawn = lengths if line["unit"] == "rollouts/s" else ""
-    return [line["row"], line["unit"], *speeds, ratio, reach, shares, peaks, memory, drawn]
+    return [line["row"], line["unit"], *speeds, ratio, reach, peaks, memory, drawn]
 
 
 if __name__ == "__main__":

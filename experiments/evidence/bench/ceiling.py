@@ -1,19 +1,13 @@
-"""What this machine reaches in matrix products: what the floors are divided by.
+"""What a device reaches in matrix products."""
 
-python -m experiments.evidence.bench.ceiling --model tiny --output ceiling.json
-"""
-
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.evidence.bench.rows import SHAPES, Shape
+from experiments.evidence.bench.rows import Shape
 
 NUM_TOKENS = 512  # rows of the model-shaped products
 MIN_SECONDS = 0.4  # per shape
@@ -57,17 +51,3 @@ def rate(m: int, k: int, n: int, num_calls: int = 1, **options: Any) -> float:
     left, right = torch.randn(m, k, **options), torch.randn(k, n, **options)
     out = torch.empty(m, n, **options)
     return 2 * m * k * n / median_seconds(lambda: torch.mm(left, right, out=out), num_calls)
-
-
-def main() -> None:
-    """Measure every shape and write the rates."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=SHAPES, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
-    rates = {name: rate(*mkn) for name, mkn in product_shapes(SHAPES[arguments.model]).items()}
-    arguments.output.write_text(json.dumps(rates) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A stage of the demo's chain in TRL, by the flags of our script.
 
-    torchrun --standalone --nproc_per_node 2 -m experiments.evidence.bench.trl_chain dpo \
+    torchrun --standalone --nproc_per_node 2 -m assets.recipes.bench.trl_chain dpo \
         --config assets/recipes/demo/dpo.yaml --dataset_name FILE
 
 `start` writes to `--output_dir` what both chains begin with: random weights of the demo's GPT-2,

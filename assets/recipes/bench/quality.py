@@ -1,7 +1,7 @@
 """Time to quality: the demo's chain by TRL and by the scripts, from the same weights and rows.
 
     make quality                                   # TRL's environment, seeds 0, 1 and 2
-    python -m experiments.evidence.bench.quality --seeds 0 --max_steps 4    # does it run?
+    python -m assets.recipes.bench.quality --seeds 0 --max_steps 4    # does it run?
 
 For each seed both sides train SFT, then a reward model, DPO and GRPO from it, with the settings of
 `assets/recipes/demo` as far as TRL has them, and no rejection sampling. `evaluate.py` judges both
@@ -37,9 +37,9 @@ DIGITS = {"gold reward": 3, "accuracy, %": 1, "KL, nats": 2, "minutes": 2, "GB":
 RECIPES = "assets/recipes/demo"
 FOLDER = processes.REPOSITORY / "output" / "bench" / "quality"
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-TRL = ["-m", "experiments.evidence.bench.trl_chain"]
+TRL = ["-m", "assets.recipes.bench.trl_chain"]
 # Over the recipes': nothing but the training, on the given rows from the given weights
-FLAGS = {"num_eval_rows": 0, "num_sample_prompts": 0, "keep_last": 0}
+FLAGS: dict[str, Any] = {"num_eval_rows": 0, "num_sample_prompts": 0, "keep_last": 0}
 FLAGS |= {"dataset_test_split": "", "tokenizer_name_or_path": ""}
 
 
