@@ -227,8 +227,7 @@ def load_data(
     Raises:
         UserError: there is nothing to do.
     """
-    from common.text.reading import has_pairs
-    from common.text.tokenise import load_examples
+    from common.text.reading import has_pairs, load_examples
 
     pairs: Sequence[Example] = []
     prompts: Sequence[Example] = []

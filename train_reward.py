@@ -125,7 +125,7 @@ def load_data(
     """Pairs to train on, held-out ones, and rows whose mean reward becomes 0, to their very end."""
     from common.model import checks
     from common.text import chat
-    from common.text.tokenise import load_examples
+    from common.text.reading import load_examples
 
     train_set, eval_set = data.load_splits(config, "preference", vocabulary)
     references, split = config.sft_dataset_name, config.dataset_train_split

@@ -1,6 +1,6 @@
 """Examples, their order, and each rank's micro-batches.
 
-`load_splits` returns the rows of a stage as token ids (made in `text/tokenise.py`), `BatchOrder`
+`load_splits` returns the rows of a stage as token ids (made in `text/reading.py`), `BatchOrder`
 the rows of each rank as a function of the step; `micro_batches` packs them by length.
 """
 
@@ -30,21 +30,17 @@ def load_splits(
     """The training and the held-out examples of a stage; the latter [] where there are none.
 
     For SFT on conversations it prints the first row as it is trained. `kind` as in
-    `tokenise.load_examples`. Collective.
+    `reading.load_examples`. Collective.
     """
-    from common.text import tokenise
+    from common.text import data_report, reading
 
-    name = config.dataset_name
+    name, split = config.dataset_name, config.dataset_train_split
     held_out = _held_out_split(config, name)
-    train_set = tokenise.load_examples(
-        config, name, config.dataset_train_split, kind, vocabulary, config.num_train_rows
-    )
+    train_set = reading.load_examples(config, name, split, kind, vocabulary, config.num_train_rows)
     if kind == "sft" and config.num_sample_prompts and train_set[0].messages:
-        shown = tokenise.marked(train_set[0], vocabulary.tokenizer)
+        shown = data_report.marked(train_set[0], vocabulary.tokenizer)
         distributed.print_rank0(f"  row {train_set[0].row + 1}, [[trained]]: {shown}")
-    eval_set = tokenise.load_examples(
-        config, name, held_out, kind, vocabulary, config.num_eval_rows
-    )
+    eval_set = reading.load_examples(config, name, held_out, kind, vocabulary, config.num_eval_rows)
     return train_set, eval_set
 
 
@@ -52,12 +48,10 @@ def load_held_out_pairs(
     config: TrainConfig, dataset_name: str, vocabulary: Vocabulary
 ) -> Sequence[Example]:
     """Held-out pairs of a data set; [] for an empty name, or where there are none. Collective."""
-    from common.text import tokenise
+    from common.text import reading
 
-    split = _held_out_split(config, dataset_name)
-    return tokenise.load_examples(
-        config, dataset_name, split, "preference", vocabulary, config.num_eval_rows
-    )
+    split, num_rows = _held_out_split(config, dataset_name), config.num_eval_rows
+    return reading.load_examples(config, dataset_name, split, "preference", vocabulary, num_rows)
 
 
 def _held_out_split(config: TrainConfig, dataset_name: str) -> str:

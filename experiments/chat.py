@@ -23,7 +23,7 @@ from common.evaluation import runs
 from common.model import checks, load
 from common.record import run_folder, terminal
 from common.record.jsonl import read_jsonl
-from common.text import chat, truncate
+from common.text import chat, tokenise, truncate
 
 TITLE = "TITLE: Is this normal?"  # a sample's own title tells facts of its post
 
@@ -34,12 +34,12 @@ def prompt_ids(text: str, sample: str, tokenizer: Any) -> list[int]:
         messages = [{"role": "user", "content": text}]
         prompt = chat.rendered(tokenizer, messages, {"add_generation_prompt": True})
         if not sample or sample.endswith(prompt.rpartition(text)[2]):
-            return truncate.encode([prompt], tokenizer)[0]
+            return tokenise.encode([prompt], tokenizer)[0]
     header, _, cue = truncate.split_prompt(sample, truncate.closing_cue(sample))
     if header and not re.match("SUBREDDIT:|TITLE:|POST:", text):
         text = f"{re.sub('TITLE:.*', TITLE, header)} {text}"
     whole = text.removesuffix(cue) + cue
-    return truncate.leading_ids(tokenizer) + truncate.encode([whole], tokenizer)[0]
+    return tokenise.leading_ids(tokenizer) + tokenise.encode([whole], tokenizer)[0]
 
 
 def load_policy(path: str, flags: argparse.Namespace) -> tuple[Any, Any, str]:

@@ -30,16 +30,10 @@ from common.data import (
 from common.errors import UserError
 from common.text import synthetic
 from common.text.chat import render
-from common.text.reading import load_rows
-from common.text.tokenise import count_boundary_merges, load_examples, tokenize_rows
-from common.text.truncate import (
-    closing_cue,
-    cut_body,
-    encode,
-    leading_ids,
-    split_prompt,
-    truncate_prompt,
-)
+from common.text.data_report import DataReport, count_boundary_merges
+from common.text.reading import load_examples, load_rows
+from common.text.tokenise import encode, leading_ids, tokenize_rows, truncate_prompt
+from common.text.truncate import closing_cue, cut_body, split_prompt
 from train_dpo import one_of_each_prompt
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -74,9 +68,10 @@ def tokenize(
     config = tiny.train_config(**(limits | fields))
     vocabulary = tiny.vocabulary([stop_id], tokenizer, pad_id=stop_id)
     texts = [render(row, kind, tokenizer, number)[0] for number, row in enumerate(rows)]
-    examples, report = tokenize_rows(texts, vocabulary, config, "train")
+    tokenised = tokenize_rows(texts, vocabulary, config, "train")
+    report = DataReport(tokenised, "train", kind, config, tokenizer)
     report.refuse_lossy(config.max_dropped_fraction)
-    return examples, report
+    return [row.example for row in tokenised if not row.drop_reason], report
 
 
 # --- truncation -----------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from common.forward import Policy
 from common.padding import MAKERS, padded_batch
-from common.text.chat import is_messages
-from common.text.reading import load_rows
-from common.text.rows import COMPLETION_COLUMNS, Row
-from common.text.tokenise import load_examples, tokenize_rows
+from common.text.data_report import report
+from common.text.reading import load_examples, load_rows
+from common.text.schemas import COMPLETION_COLUMNS, Row, is_messages
+from common.text.tokenise import tokenize_rows
 
 pytestmark = pytest.mark.usefixtures("process_group")
 LAYOUTS = st.sampled_from(["padded", "shared_prefix"])
@@ -94,23 +94,19 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
     tokenizer = tiny.tokenizer()
     stop_id = tokenizer.eos_token_id
     rows = [Row(prompt, [text], number=i) for i, (prompt, text) in enumerate(texts)]
+    config = tiny.train_config(
+        max_prompt_length=max_prompt_length,
+        max_completion_length=max_completion_length,
+        prompt_truncation=truncation,
+        max_dropped_fraction=1.0,
+    )
+    tokenised = tokenize_rows(rows, tiny.vocabulary([stop_id]), config, "train")
     try:
-        examples, report = tokenize_rows(
-            rows,
-            tiny.vocabulary([stop_id]),
-            tiny.train_config(
-                max_prompt_length=max_prompt_length,
-                max_completion_length=max_completion_length,
-                prompt_truncation=truncation,
-                max_dropped_fraction=1.0,
-            ),
-            "train",
-        )
-        report.refuse_lossy(1.0)
+        examples = report(tokenised, "train", "sft", config, tokenizer)
     except UserError as error:
         tiny.check_sentence(error, f"would lose {len(rows)} of {len(rows)} rows")
         return
-    assert len(examples) + report.num_dropped == len(rows)
+    assert len(examples) + sum(row.drop_reason != "" for row in tokenised) == len(rows)
     for example in examples:
         prompt, text = texts[example.row]
         assert 1 <= len(example.prompt_ids) <= max_prompt_length

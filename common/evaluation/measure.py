@@ -201,7 +201,8 @@ def reference_completions(
         row = {**example.columns, "prompt": asked, "completion": answer}
         written += [one.completions[0] for one in render(row, "sft", judges.vocabulary.tokenizer)]
     cut = tokenize_completions(written, judges.vocabulary, max_completion_length)
-    rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
+    is_whole = [len(one.ids) == one.num_tokens for one in cut]
+    rollouts = Rollouts.of([one.ids for one in cut], [], is_whole)
     no_rouge = [""] * len(texts)  # ROUGE of a reference with itself is 1
     judged = judge_completions(judges, examples, rollouts, list(texts.values()), no_rouge)
     return dict(zip(texts, judged, strict=True))
@@ -209,7 +210,7 @@ def reference_completions(
 
 def reference_text(example: Example) -> str:
     """A row's reference completion, of messages the last one; empty if it has none."""
-    from common.text.chat import is_messages
+    from common.text.schemas import is_messages
 
     value: Any = example.columns.get("completion")
     if is_messages(value):

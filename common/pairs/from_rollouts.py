@@ -33,7 +33,7 @@ from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.sampling.vllm.sampler import new_sampler
 from common.text.example import Vocabulary
-from common.text.tokenise import load_examples
+from common.text.reading import load_examples
 
 PAIRS_FILE = "pairs.tokens"  # in a run's folder, JSON lines: its flags, then the sampled pairs
 

@@ -140,7 +140,7 @@ def rouge_l(column: str) -> RewardFunction:
     evaluation reports, knows a-z only).
     """
     from common.text import overlap
-    from common.text.chat import is_messages
+    from common.text.schemas import is_messages
 
     def judge(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         for reference in columns[column]:

@@ -146,7 +146,7 @@ class RewardModelFunction:
         A text that stopped ends with this model's eos.
         """
         from common.text.chat import TEMPLATE_COLUMNS, render
-        from common.text.truncate import encode, leading_ids, without_leading
+        from common.text.tokenise import encode, leading_ids, without_leading
 
         leading, eos = leading_ids(self.tokenizer), [self.tokenizer.eos_token_id]
         texts = {"prompt": prompts, "completion": completions}

@@ -1,6 +1,7 @@
-"""Data sets: rows are read, brought to one schema, rendered to text and tokenised.
+"""Data sets: rows are read, brought to one schema, rendered to text, tokenised and reported.
 
-Face: tokenise (splits as token ids), reading (rows of a split), example (token ids and their
-vocabulary), rows (`Row`), chat (templates), truncate (cues), synthetic (the embedded task), overlap
-(ROUGE), sources (files and the hub); schemas, data_report and shared_rows behind them.
+Data flows one way: `reading.load_examples` calls sources (files and the hub; or synthetic, the
+embedded task), schemas (`Row`), chat (templates), tokenise (with truncate) and data_report in this
+order. Also of its face: example (token ids and their vocabulary), overlap (ROUGE). shared_rows is
+behind it.
 """

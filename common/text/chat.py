@@ -7,38 +7,20 @@ from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
 
+from common import distributed
 from common.errors import UserError, gist
 from common.text.example import Example, Vocabulary
-from common.text.rows import COMPLETION_COLUMNS, RawRow, Row
-from common.text.truncate import encode
+from common.text.schemas import COMPLETION_COLUMNS, RawRow, Row, content
+from common.text.tokenise import encode
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # given to the template, as in TRL
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a message's key for them, by family
 
 
-def is_messages(value: Any) -> bool:
-    """Whether a value is a list of messages, each with the texts `role` and `content`.
-
-    One that calls tools may have no content.
-    """
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(message, dict) for message in value)
-        and all(isinstance(m.get("role"), str) for m in value)
-        and all(isinstance(m.get("content"), str) or is_call(m) for m in value)
-        and all(isinstance(m.get("tool_calls") or [], list) for m in value)
-    )
-
-
-def is_call(message: dict[str, Any]) -> bool:
-    """Whether a message calls tools and has no text."""
-    return not message.get("content") and bool(message.get("tool_calls"))
-
-
-def content(message: dict[str, Any]) -> str:
-    """The text of a message; empty if it only calls tools."""
-    return message.get("content") or ""
+def render_rows(raw_rows: Sequence[RawRow], kind: str, tokenizer: Any) -> list[Row]:
+    """Rows of text of a whole split; see `render`."""
+    bar = distributed.progress_bar("rendering", len(raw_rows), unit="row", items=raw_rows)
+    return [row for number, raw in enumerate(bar) for row in render(raw, kind, tokenizer, number)]
 
 
 def render(
@@ -139,7 +121,9 @@ def _without_null(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     kept = {key: _without_null(one) for key, one in value.items() if one is not None}
-    return {**kept, "content": ""} if is_call(kept) else kept
+    if kept.get("tool_calls"):
+        kept.setdefault("content", "")
+    return kept
 
 
 def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str:

@@ -1,32 +1,73 @@
-"""A report of what is lost while a split is read."""
+"""What is lost while a split is read: counts, printed lines, and the refusal of too much."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import Any
 
+from common import distributed
+from common.config.stages import CommonConfig
 from common.errors import UserError
+from common.text.example import Example
+from common.text.tokenise import TokenisedRow, TokenisedText, encode
 
 PERCENT = (50, 90, 95, 99, 100)  # of a file's prompts and completions, at which lengths are printed
+MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
+SHOWN_CHARACTERS = 60  # of each end of a long text in `marked`
 
 
-@dataclass
+def report(
+    rows: Sequence[TokenisedRow], split: str, kind: str, config: CommonConfig, tokenizer: Any
+) -> list[Example]:
+    """Print what was lost, and return the rows that are kept.
+
+    Raises:
+        UserError: Too many rows are dropped, or all.
+    """
+    counts = DataReport(rows, split, kind, config, tokenizer)
+    distributed.print_rank0(counts)
+    counts.refuse_lossy(config.max_dropped_fraction)
+    return [row.example for row in rows if not row.drop_reason]
+
+
 class DataReport:
     """Rows kept, dropped and truncated. Lengths are tokens."""
 
-    split: str
-    num_rows: int
-    limits: Mapping[str, int]  # of a prompt and of a completion
-    num_kept: int = 0
-    dropped: dict[str, int] = field(default_factory=Counter)  # by the reason
-    first_dropped: int = 0  # its row, counted from 1
-    num_prompts_truncated: int = 0
-    num_completions: int = 0  # of the rows kept
-    num_completions_truncated: int = 0  # they end without a stop token
-    num_boundary_merges: int = 0
-    num_boundaries_checked: int = 0
-    # Before the cut, also of dropped rows that are not empty
-    lengths: dict[str, list[int]] = field(default_factory=lambda: {"prompt": [], "completion": []})
-    num_conversations: int = 0  # if rows are their answers
+    def __init__(
+        self,
+        rows: Sequence[TokenisedRow],
+        split: str,
+        kind: str,
+        config: CommonConfig,
+        tokenizer: Any,
+    ) -> None:
+        """Count, and tokenise a sample of rows as one text each."""
+        kept = [row for row in rows if not row.drop_reason]
+        completions = [text for row in kept for text in row.completions]
+        self.split, self.num_rows, self.num_kept = split, len(rows), len(kept)
+        self.limits = {
+            "prompt": config.max_prompt_length,
+            "completion": config.max_completion_length,
+        }
+        self.dropped = Counter(row.drop_reason for row in rows if row.drop_reason)
+        # Counted from 1; 0 if none is
+        self.first_dropped = next((row.example.row + 1 for row in rows if row.drop_reason), 0)
+        self.num_prompts_truncated = sum(is_truncated(row.prompt) for row in kept)
+        self.num_completions = len(completions)
+        # They end without a stop token
+        self.num_completions_truncated = sum(map(is_truncated, completions))
+        # Before the cut, also of dropped rows that are not empty
+        measured = [row for row in rows if not row.drop_reason.startswith("empty")]
+        self.lengths = {
+            "prompt": [row.prompt.num_tokens for row in measured],
+            "completion": [text.num_tokens for row in measured for text in row.completions],
+        }
+        every = -(-len(kept) // MERGE_SAMPLE) or 1
+        sample = [(row.prompt.text, text.text) for row in kept[::every] for text in row.completions]
+        self.num_boundaries_checked = len(sample)
+        self.num_boundary_merges = count_boundary_merges(sample, tokenizer)
+        # If rows are their answers
+        conversations = {row.example.row for row in rows if row.example.messages}
+        self.num_conversations = len(conversations) if kind == "sft" else 0
 
     @property
     def num_dropped(self) -> int:
@@ -86,3 +127,31 @@ class DataReport:
                 f"max_dropped_fraction is {max_dropped_fraction}; "
                 "clean the data or change the length limits or max_dropped_fraction."
             )
+
+
+def is_truncated(text: TokenisedText) -> bool:
+    """Whether tokens of a text were cut."""
+    return len(text.ids) < text.num_tokens
+
+
+def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> int:
+    """Number of (prompt, completion) pairs with other tokens when tokenised as one text.
+
+    Such rows teach the model a split that it would not meet in running text; most often a missing
+    space at the start of the completion is the cause.
+    """
+    prompts = encode([prompt for prompt, _ in pairs], tokenizer)
+    completions = encode([completion for _, completion in pairs], tokenizer)
+    joint = encode([prompt + completion for prompt, completion in pairs], tokenizer)
+    return sum(p + c != j for p, c, j in zip(prompts, completions, joint, strict=True))
+
+
+def marked(example: Example, tokenizer: Any) -> str:
+    """A row decoded from its ids, the trained completion in [[]]; long texts are shortened."""
+    shown = []
+    for text in map(tokenizer.decode, (example.prompt_ids, *example.completions)):
+        is_long = len(text) > 2 * SHOWN_CHARACTERS
+        short = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}" if is_long else text
+        shown.append(repr(short)[1:-1])
+    prompt, completion = shown
+    return f"{prompt}[[{completion}]]"

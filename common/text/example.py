@@ -30,5 +30,5 @@ class Example:
     prompt_ids: list[int]  # never empty
     completions: list[list[int]]
     columns: dict[str, Any]  # the others, for reward functions and reports
-    source: str = "other"  # `Row.source`, before truncation
+    source: str = "other"  # as `tokenise.source_of`
     messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt; empty for text

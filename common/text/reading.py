@@ -1,39 +1,55 @@
-"""Rows from the hub, from local files or from the embedded task, checked against TRL's schemas."""
+"""One split, from its source to examples; and which split is held out."""
 
 import contextlib
 import os
-from collections.abc import Iterator
-from itertools import islice
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common import distributed
 from common.config.flags import AUTO
 from common.config.stages import CommonConfig
-from common.errors import UserError
-from common.text import schemas, sources
-from common.text.rows import RawRow
+from common.text import chat, data_report, schemas, shared_rows, sources, tokenise
+from common.text.example import Example, Vocabulary
+from common.text.schemas import RawRow
 
 HELD_OUT_SPLITS = ("validation", "test")  # of which AUTO takes the first that is there
+
+
+def load_examples(
+    config: CommonConfig,
+    dataset_name: str,
+    split: str,  # see `held_out_split` for one to evaluate on
+    kind: str,  # `sft`, `preference` or `prompts`
+    vocabulary: Vocabulary,
+    num_rows: int = 0,  # take the first rows only; 0 takes all
+) -> Sequence[Example]:
+    """Read, check and tokenise one split, and print what was lost; [] for an empty name or split.
+
+    The first process of each machine does it, and shares many rows with the others. Collective.
+
+    Raises:
+        UserError: Too many rows are dropped, or all; also as `load_rows`, `chat.render` and
+            `tokenise.tokenize_rows`.
+    """
+
+    def make() -> list[Example]:
+        label, raw_rows = sources.read_split(config, dataset_name, split, kind, num_rows)
+        raw_rows = schemas.standardise(raw_rows, kind, label)
+        rows = chat.render_rows(raw_rows, kind, vocabulary.tokenizer)
+        tokenised = tokenise.tokenize_rows(rows, vocabulary, config, split)
+        return data_report.report(tokenised, split, kind, config, vocabulary.tokenizer)
+
+    return _once_per_host(make) if dataset_name and split else []
 
 
 def load_rows(
     config: CommonConfig, dataset_name: str, split: str, kind: str, num_rows: int = 0
 ) -> list[RawRow]:
     """Read one split and check every row against the schema of its kind.
-
-    A file is the split `train`, or the one it is named after (`validation.jsonl`). A folder has a
-    file, or shards `split-00000-of-00002.parquet`, per split, also in its subfolder `data`.
-
-    Args:
-        config: Its `column_map` renames columns of every data set; a second one may lack them.
-        dataset_name: `synthetic`; a file (.jsonl, .jsonl.gz, .json, .parquet); a folder, also one
-            that `save_to_disk` has written; or a hub id.
-        split: Name of the split, no other one takes its place; of some of its rows, counted from 0,
-            as in `datasets`: `train[160:320]`.
-        kind: `sft` (prompt, completion; or messages, of which every answer is trained),
-            `preference` (prompt, chosen, rejected; without a `prompt` column it is the prefix that
-            both texts share) or `prompts` (prompt). Other columns are kept as they are.
-        num_rows: Take the first rows only; 0 takes all.
 
     Returns:
         At least one row, of texts or of messages: then a completion is one, of the assistant. Any
@@ -42,39 +58,34 @@ def load_rows(
     Raises:
         UserError: Names the file or split, the row (counted from 1) and the column.
     """
-    if dataset_name == "synthetic":
-        from common.text import synthetic
-
-        name, row_slice = sources.parse_split(split)
-        limit = row_slice.stop or (num_rows and (row_slice.start or 0) + num_rows)
-        return synthetic.make_rows(kind, name, limit)[row_slice][: num_rows or None]
-    label, unchecked = _open_split(config, dataset_name, split)
-    rows = list(distributed.progress_bar("reading", None, unit="row", items=unchecked))
-    if not rows:
-        raise UserError(f"{label} has no rows; at least one is needed.")
-    may_lack = dataset_name != config.dataset_name
-    rows = schemas.rename_columns(rows, config.renamed_columns, label, may_lack=may_lack)
-    return schemas.standardise(rows[: num_rows or None], kind, label)
+    label, raw_rows = sources.read_split(config, dataset_name, split, kind, num_rows)
+    return schemas.standardise(raw_rows, kind, label)
 
 
-def _open_split(
-    config: CommonConfig, dataset_name: str, split: str
-) -> tuple[str, Iterator[RawRow]]:
-    """The split's name in messages, and an iterator over its unchecked rows.
+def _once_per_host(make: Callable[[], list[Example]]) -> Sequence[Example]:
+    """Call `make` in the first process of each machine, and return its rows in all. Collective.
 
-    Configuration and revision belong to the data set that they were given with, not to a second.
+    The others map the rows if they are many and JSON can hold their columns, else they call it too.
+    The folder has a new name in every run and on every machine, and is removed once all have mapped
+    it, so that no run reads rows of another one. If the first process fails, so do the others.
     """
-    label = f"{os.path.expanduser(dataset_name)} split {split!r}"
-    if files := sources.data_files(dataset_name, split):
-        row_slice = sources.parse_split(split)[1]
-        rows = (row for file in files for row in sources.read_file(file))
-        label = os.fspath(files[0]) if len(files) == 1 else label
-        return label, islice(rows, row_slice.start, row_slice.stop)
-    is_main = dataset_name == config.dataset_name
-    subset, revision = config.dataset_config * is_main, config.dataset_revision * is_main
-    data = sources.rows_of(dataset_name, split, subset, revision)
-    tables = data.with_format("arrow").iter(1000)
-    return label, (row for table in tables for row in sources.rows_of_table(table))
+    name = f"tokenised-rows-{distributed.from_rank0(uuid.uuid4().hex)}-{socket.gethostname()}"
+    folder = Path(tempfile.gettempdir(), name)
+    is_first = distributed.is_first_on_host()
+    try:
+        examples: Sequence[Example] = make() if is_first else []
+        if is_first and distributed.num_on_host() > 1 and len(examples) >= shared_rows.MIN_ROWS:
+            shared_rows.write(folder, examples)
+        distributed.barrier()
+        if folder.exists():
+            examples = shared_rows.MappedRows(folder)  # which takes less memory than what was made
+        elif not is_first:
+            examples = make()
+        distributed.barrier()
+        return examples
+    finally:
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bool = False) -> str:
@@ -92,14 +103,14 @@ def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bo
     if dataset_name == "synthetic":
         return "validation" if split == AUTO else split
     if split != AUTO:
-        _open_split(config, dataset_name, split)
+        sources.open_split(config, dataset_name, split)
         return split
     path = Path(os.path.expanduser(dataset_name))
     if path.is_file() and not is_trained_on:
         return path.name.split(".")[0]
     for name in HELD_OUT_SPLITS if not path.is_file() else ():
         with contextlib.suppress(sources.NoSuchSplitError):
-            _open_split(config, dataset_name, name)
+            sources.open_split(config, dataset_name, name)
             return name
     return ""
 
@@ -113,7 +124,7 @@ def has_pairs(config: CommonConfig, split: str) -> bool:
     name = config.dataset_name
     if name == "synthetic":
         return True
-    columns = next(_open_split(config, name, split)[1], {})
+    columns = next(sources.open_split(config, name, split)[1], {})
     names = {old: new for new, old in config.renamed_columns.items()}
     has_one = not {"chosen", "rejected"}.isdisjoint(names.get(name, name) for name in columns)
     if not has_one:

@@ -8,14 +8,23 @@ import operator
 import os
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from common import distributed
 from common.errors import UserError
-from common.text.chat import content, is_call, is_messages
-from common.text.rows import COMPLETION_COLUMNS, RawRow
+
+RawRow = dict[str, Any]
+"""A row as its file has it: cells by column, text or messages."""
+
+COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
+    "sft": ("completion",),
+    "preference": ("chosen", "rejected"),
+    "prompts": (),
+}
+"""By the kind of rows: columns next to `prompt`, in the order of the K completions."""
 
 # Columns that may hold the question of a pair
 QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
@@ -32,25 +41,16 @@ LIST = "list of messages, each with the texts 'role' and 'content'"
 PAGE = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 
 
-def rename_columns(
-    rows: list[RawRow], column_map: Mapping[str, str], label: str, *, may_lack: bool
-) -> list[RawRow]:
-    """Rename columns, old names by new ones; a UserError for one that is missing or taken."""
-    if not column_map:
-        return rows
-    columns = dict.fromkeys(name for row in rows for name in row)
-    for new, old in column_map.items():
-        flag = f"--column_map has {new}={old}"
-        if old not in columns and not may_lack:
-            listed = ", ".join(map(repr, columns))
-            raise UserError(f"{flag}; {label} has no column {old!r}, it has: {listed}.")
-        if old in columns and new in columns and new not in column_map.values():
-            raise UserError(
-                f"{flag}, and {label} has a column {new!r}, which that would replace; give it "
-                f"another name too, as other_{new}={new}."
-            )
-    names = {old: new for new, old in column_map.items()}
-    return [{names.get(name, name): cell for name, cell in row.items()} for row in rows]
+@dataclass
+class Row:
+    """A prompt with its K completions as text; of a conversation one row per answer."""
+
+    prompt: str  # of a conversation, all that its template writes before the answer
+    completions: list[str]  # one for each of its kind's `COMPLETION_COLUMNS`
+    columns: dict[str, Any] = field(default_factory=dict)  # the others, for reward functions
+    number: int = 0  # index into the rows that were read; answers of one conversation share it
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt; empty for text
+    is_partial: bool = False  # the template leaves out words, thoughts or calls of an answer
 
 
 def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
@@ -138,6 +138,31 @@ def _question(row: RawRow, shared: str = "") -> str:
         if not is_blank(cell) and not (isinstance(cell, str) and cell.strip() in shared):
             return name
     return ""
+
+
+def is_messages(value: Any) -> bool:
+    """Whether a value is a list of messages, each with the texts `role` and `content`.
+
+    One that calls tools may have no content.
+    """
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(message, dict) for message in value)
+        and all(isinstance(m.get("role"), str) for m in value)
+        and all(isinstance(m.get("content"), str) or is_call(m) for m in value)
+        and all(isinstance(m.get("tool_calls") or [], list) for m in value)
+    )
+
+
+def is_call(message: dict[str, Any]) -> bool:
+    """Whether a message calls tools and has no text."""
+    return not message.get("content") and bool(message.get("tool_calls"))
+
+
+def content(message: dict[str, Any]) -> str:
+    """The text of a message; empty if it only calls tools."""
+    return message.get("content") or ""
 
 
 def is_blank(cell: Any) -> bool:

@@ -2,14 +2,10 @@
 
 import json
 import shutil
-import socket
-import tempfile
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import distributed
 from common.text.example import Example
 
 MIN_ROWS = 1000  # of fewer every process makes its list
@@ -36,32 +32,6 @@ class MappedRows(Sequence[Example]):
             return [self[i] for i in range(*index.indices(len(self)))]
         cell = self.rows[range(len(self))[index]]["example"]
         return Example(**json.loads(cell))
-
-
-def run_once_per_host(make: Callable[[], list[Example]]) -> Sequence[Example]:
-    """Call `make` in the first process of each machine, and return its rows in all. Collective.
-
-    The others map the rows if they are many and JSON can hold their columns, else they call it too.
-    The folder has a new name in every run and on every machine, and is removed once all have mapped
-    it, so that no run reads rows of another one. If the first process fails, so do the others.
-    """
-    name = f"tokenised-rows-{distributed.from_rank0(uuid.uuid4().hex)}-{socket.gethostname()}"
-    folder = Path(tempfile.gettempdir(), name)
-    is_first = distributed.is_first_on_host()
-    try:
-        examples: Sequence[Example] = make() if is_first else []
-        if is_first and distributed.num_on_host() > 1 and len(examples) >= MIN_ROWS:
-            write(folder, examples)
-        distributed.barrier()
-        if folder.exists():
-            examples = MappedRows(folder)  # which takes less memory than what was made
-        elif not is_first:
-            examples = make()
-        distributed.barrier()
-        return examples
-    finally:
-        if is_first:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write(folder: Path, examples: Sequence[Example]) -> None:

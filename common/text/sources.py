@@ -7,12 +7,14 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from common import distributed
+from common.config.stages import CommonConfig
 from common.errors import UserError, gist, why_missing
-from common.text.rows import RawRow
+from common.text.schemas import RawRow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 # Commits of what was read from the hub, by name; "" of a folder
@@ -26,6 +28,82 @@ NO_ID = "and is no hub id (`name` or `owner/name`, where no folder `owner` is he
 
 class NoSuchSplitError(UserError):
     """The data set exists, the split does not."""
+
+
+def read_split(
+    config: CommonConfig, dataset_name: str, split: str, kind: str, num_rows: int = 0
+) -> tuple[str, list[RawRow]]:
+    """The name of a split in messages, and its rows as they are, with their columns renamed.
+
+    A file is the split `train`, or the one it is named after (`validation.jsonl`). A folder has a
+    file, or shards `split-00000-of-00002.parquet`, per split, also in its subfolder `data`.
+
+    Args:
+        config: Its `column_map` renames columns of every data set; a second one may lack them.
+        dataset_name: `synthetic`; a file (.jsonl, .jsonl.gz, .json, .parquet); a folder, also one
+            that `save_to_disk` has written; or a hub id.
+        split: Name of the split, no other one takes its place; of some of its rows, counted from 0,
+            as in `datasets`: `train[160:320]`.
+        kind: `sft` (prompt, completion; or messages, of which every answer is trained),
+            `preference` (prompt, chosen, rejected; without a `prompt` column it is the prefix that
+            both texts share) or `prompts` (prompt). Other columns are kept as they are.
+        num_rows: Take the first rows only; 0 takes all.
+
+    Raises:
+        UserError: the split has no rows, or cannot be read.
+    """
+    if dataset_name == "synthetic":
+        from common.text import synthetic
+
+        name, row_slice = parse_split(split)
+        limit = row_slice.stop or (num_rows and (row_slice.start or 0) + num_rows)
+        return name, synthetic.make_rows(kind, name, limit)[row_slice][: num_rows or None]
+    label, unread = open_split(config, dataset_name, split)
+    rows = list(distributed.progress_bar("reading", None, unit="row", items=unread))
+    if not rows:
+        raise UserError(f"{label} has no rows; at least one is needed.")
+    may_lack = dataset_name != config.dataset_name
+    return label, rename_columns(rows, config, label, may_lack=may_lack)[: num_rows or None]
+
+
+def open_split(config: CommonConfig, dataset_name: str, split: str) -> tuple[str, Iterator[RawRow]]:
+    """The split's name in messages, and an iterator over its unchecked rows.
+
+    Configuration and revision belong to the data set that they were given with, not to a second.
+    """
+    label = f"{os.path.expanduser(dataset_name)} split {split!r}"
+    if files := data_files(dataset_name, split):
+        row_slice = parse_split(split)[1]
+        rows = (row for file in files for row in read_file(file))
+        label = os.fspath(files[0]) if len(files) == 1 else label
+        return label, islice(rows, row_slice.start, row_slice.stop)
+    is_main = dataset_name == config.dataset_name
+    subset, revision = config.dataset_config * is_main, config.dataset_revision * is_main
+    data = rows_of(dataset_name, split, subset, revision)
+    tables = data.with_format("arrow").iter(1000)
+    return label, (row for table in tables for row in rows_of_table(table))
+
+
+def rename_columns(
+    rows: list[RawRow], config: CommonConfig, label: str, *, may_lack: bool
+) -> list[RawRow]:
+    """Rename columns by `column_map`; a UserError for one that is missing or taken."""
+    if not config.column_map:
+        return rows
+    column_map = config.renamed_columns
+    columns = dict.fromkeys(name for row in rows for name in row)
+    for new, old in column_map.items():
+        flag = f"--column_map has {new}={old}"
+        if old not in columns and not may_lack:
+            listed = ", ".join(map(repr, columns))
+            raise UserError(f"{flag}; {label} has no column {old!r}, it has: {listed}.")
+        if old in columns and new in columns and new not in column_map.values():
+            raise UserError(
+                f"{flag}, and {label} has a column {new!r}, which that would replace; give it "
+                f"another name too, as other_{new}={new}."
+            )
+    names = {old: new for new, old in column_map.items()}
+    return [{names.get(name, name): cell for name, cell in row.items()} for row in rows]
 
 
 def parse_split(split: str) -> tuple[str, slice]:

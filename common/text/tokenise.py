@@ -1,7 +1,4 @@
-"""Rows as token ids, with counts of what was dropped and truncated.
-
-`load_examples` reads a split, renders messages, and tokenises prompts and completions apart.
-"""
+"""Rows of text as token ids: prompts and completions apart, each cut to its limit."""
 
 import re
 from collections.abc import Sequence
@@ -11,81 +8,38 @@ from typing import Any, NamedTuple
 from common import distributed
 from common.config.stages import CommonConfig
 from common.errors import UserError
-from common.text import shared_rows
-from common.text.chat import render
-from common.text.data_report import DataReport
 from common.text.example import Example, Vocabulary
-from common.text.reading import load_rows
-from common.text.rows import Row
-from common.text.truncate import (
-    CHUNK_ROWS,
-    closing_cue,
-    encode,
-    leading_ids,
-    truncate_prompt,
-    without_leading,
-)
+from common.text.schemas import Row
+from common.text.truncate import closing_cue, cut_body, split_prompt
 
-MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
-SHOWN_CHARACTERS = 60  # of each end of a long text in `marked`
+CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memory than the ids
 
 
-class _Text(NamedTuple):
-    """A prompt or a completion, as it is trained."""
+class TokenisedText(NamedTuple):
+    """A prompt or a completion, as it is trained; truncated if it has fewer ids than tokens."""
 
     text: str
     ids: list[int]  # none of a prompt that no cut makes fit
     num_tokens: int  # before the cut, with bos or stop token
 
-    @property
-    def is_truncated(self) -> bool:
-        return len(self.ids) < self.num_tokens
+
+class TokenisedRow(NamedTuple):
+    """A row as an example, and what a report says about it."""
+
+    example: Example
+    prompt: TokenisedText
+    completions: list[TokenisedText]
+    drop_reason: str  # empty for a row that is kept
 
 
-def load_examples(
-    config: CommonConfig,
-    dataset_name: str,
-    split: str,  # see `reading.held_out_split` for one to evaluate on
-    kind: str,  # `sft`, `preference` or `prompts`
-    vocabulary: Vocabulary,
-    num_rows: int = 0,  # take the first rows only; 0 takes all
-) -> Sequence[Example]:
-    """Read, check and tokenise one split, and print what was lost; [] for an empty name or split.
-
-    The first process of each machine does it, and shares many rows with the others. Collective.
-
-    Raises:
-        UserError: Too many rows are dropped, or all.
-    """
-    if not dataset_name or not split:
-        return []
-
-    def read() -> list[Example]:
-        raw_rows = load_rows(config, dataset_name, split, kind, num_rows)
-        bar = distributed.progress_bar("rendering", len(raw_rows), unit="row", items=raw_rows)
-        rows = [
-            row
-            for number, raw in enumerate(bar)
-            for row in render(raw, kind, vocabulary.tokenizer, number)
-        ]
-        with distributed.tokenizer_threads():
-            examples, report = tokenize_rows(rows, vocabulary, config, split)
-        if kind == "sft":
-            report.num_conversations = len({row.number for row in rows if row.messages})
-        distributed.print_rank0(report)
-        report.refuse_lossy(config.max_dropped_fraction)
-        return examples
-
-    return shared_rows.run_once_per_host(read)
-
-
+@distributed.tokenizer_threads()
 def tokenize_rows(
     rows: Sequence[Row],
     vocabulary: Vocabulary,  # with a fast tokenizer, to cut the body of a prompt
     config: CommonConfig,
-    split: str,  # its name in the report and in errors
-) -> tuple[list[Example], DataReport]:
-    """Tokenise prompts and completions separately; count what is dropped and truncated.
+    split: str,  # its name in errors
+) -> list[TokenisedRow]:
+    """Tokenise prompts and completions separately, and find the rows to drop.
 
     A completion ends at its first stop token; one is appended where there is none. What is longer
     than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
@@ -98,10 +52,7 @@ def tokenize_rows(
     cue = config.prompt_cue.replace("\\n", "\n")
     if cue and not any(closing_cue(row.prompt, cue) for row in rows):
         raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
-    limits = {"prompt": config.max_prompt_length, "completion": config.max_completion_length}
-    report = DataReport(split, len(rows), limits)
-    examples: list[Example] = []
-    boundaries: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
+    tokenised: list[TokenisedRow] = []
     remaining = iter(distributed.progress_bar("tokenising", len(rows), unit="row", items=rows))
     while chunk := list(islice(remaining, CHUNK_ROWS)):
         prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config, cue)
@@ -109,35 +60,39 @@ def tokenize_rows(
         encoded = iter(tokenize_completions(texts, vocabulary, config.max_completion_length))
         for row, prompt in zip(chunk, prompts, strict=True):
             completions = list(islice(encoded, len(row.completions)))
-            reason = _drop_reason(row, prompt, completions)
-            if not reason.startswith("empty"):
-                report.lengths["prompt"].append(prompt.num_tokens)
-                report.lengths["completion"] += [text.num_tokens for text in completions]
-            if reason:
-                report.dropped[reason] += 1
-                report.first_dropped = report.first_dropped or row.number + 1
-                continue
-            report.num_completions += len(completions)
-            report.num_prompts_truncated += prompt.is_truncated
-            report.num_completions_truncated += sum(text.is_truncated for text in completions)
-            examples.append(
-                Example(
-                    row=row.number,
-                    prompt=prompt.text,
-                    prompt_ids=prompt.ids,
-                    completions=[text.ids for text in completions],
-                    columns=row.columns,
-                    source=row.source,
-                    messages=row.messages,
-                )
+            drop_reason = _drop_reason(row, prompt, completions)
+            example = Example(
+                row=row.number,
+                prompt=prompt.text,
+                prompt_ids=prompt.ids,
+                completions=[text.ids for text in completions],
+                columns=row.columns,
+                source=source_of(row),
+                messages=row.messages,
             )
-            boundaries.append([(prompt.text, completion.text) for completion in completions])
-    report.num_kept = len(examples)
-    every = -(-len(boundaries) // MERGE_SAMPLE) or 1
-    sample = [boundary for of_row in boundaries[::every] for boundary in of_row]
-    report.num_boundaries_checked = len(sample)
-    report.num_boundary_merges = count_boundary_merges(sample, vocabulary.tokenizer)
-    return examples, report
+            tokenised.append(TokenisedRow(example, prompt, completions, drop_reason))
+    return tokenised
+
+
+def source_of(row: Row) -> str:
+    """Where the row comes from, so that accuracies can be reported separately.
+
+    `trl-lib/tldr-preference` mixes CNN/DailyMail articles into its validation split and has no
+    column for it; TRL's `examples/datasets/tldr_preference.py` gives them no SUBREDDIT and no
+    POST. Rows of `openai/summarize_from_feedback` have a `batch` column instead.
+
+    Returns:
+        The column `source` if the row has one, else `tldr`, `cnn_dm` or `other`.
+    """
+    source, batch = row.columns.get("source"), row.columns.get("batch")
+    if isinstance(source, str):
+        return source
+    if isinstance(batch, str) and "cnndm" in batch:
+        return "cnn_dm"
+    if row.prompt.startswith("SUBREDDIT: r/"):
+        return "tldr"
+    is_article = row.prompt.startswith("TITLE:") and "\n\nPOST:" not in row.prompt
+    return "cnn_dm" if is_article else "other"
 
 
 def _tokenize_prompts(
@@ -145,7 +100,7 @@ def _tokenize_prompts(
     tokenizer: Any,
     config: CommonConfig,
     cue: str,  # that a flag gives; see `closing_cue`
-) -> list[_Text]:
+) -> list[TokenisedText]:
     """Prompts that fit, without ids where no cut makes one fit: a text with the tokenizer's bos.
 
     A conversation is the tokens of its template's text, as in `apply_chat_template`.
@@ -153,11 +108,11 @@ def _tokenize_prompts(
     leading = leading_ids(tokenizer)
     opening = tokenizer.decode(leading)
     room = config.max_prompt_length - len(leading)
-    result: list[_Text] = []
+    result: list[TokenisedText] = []
     for row, ids in zip(rows, encode([row.prompt for row in rows], tokenizer), strict=True):
         if row.messages:
             fits = len(ids) <= config.max_prompt_length
-            result.append(_Text(row.prompt, ids if fits else [], len(ids)))
+            result.append(TokenisedText(row.prompt, ids if fits else [], len(ids)))
             continue
         prompt, ids = row.prompt.removeprefix(opening), without_leading(ids, leading)
         whole = leading + ids
@@ -167,24 +122,42 @@ def _tokenize_prompts(
         elif len(ids) > room:
             shorter = truncate_prompt(prompt, tokenizer, room, closing_cue(prompt, cue))
             prompt, ids = shorter or (prompt, [])
-        result.append(_Text(prompt, leading + ids if ids else [], len(whole)))
+        result.append(TokenisedText(prompt, leading + ids if ids else [], len(whole)))
     return result
 
 
-def marked(example: Example, tokenizer: Any) -> str:
-    """A row decoded from its ids, the trained completion in [[]]; long texts are shortened."""
-    shown = []
-    for text in map(tokenizer.decode, (example.prompt_ids, *example.completions)):
-        is_long = len(text) > 2 * SHOWN_CHARACTERS
-        short = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}" if is_long else text
-        shown.append(repr(short)[1:-1])
-    prompt, completion = shown
-    return f"{prompt}[[{completion}]]"
+def truncate_prompt(
+    prompt: str,  # of more than `max_length` tokens
+    tokenizer: Any,  # a fast one, which knows the characters of each token
+    max_length: int,  # tokens, header and cue included
+    fallback_cue: str = "",  # of a prompt that has no `TL;DR:`
+) -> tuple[str, list[int]] | None:
+    """Cut the body of a prompt that is too long; header and cue stay whole.
+
+    Returns:
+        The shorter prompt and its ids, at most `max_length`; None if header and cue leave no room.
+    """
+    header, body, cue = split_prompt(prompt, fallback_cue)
+    encoding = tokenizer(header + body, add_special_tokens=False, verbose=False)
+    budget = max_length - len(encode([cue], tokenizer)[0])
+    while budget > 0:
+        last_token = min(budget, len(encoding["input_ids"])) - 1
+        kept = cut_body(body, max(0, encoding.token_to_chars(last_token).end - len(header)))
+        if not kept.strip():
+            return None
+        shorter = header + kept + cue
+        ids = encode([shorter], tokenizer)[0]
+        if len(ids) <= max_length:
+            return shorter, ids
+        # A cut inside a word or a merge with the cue costs tokens. One less, not the excess: a
+        # character may be several tokens, and dropping all of them may be too much.
+        budget -= 1
+    return None
 
 
 def tokenize_completions(
     completions: Sequence[str], vocabulary: Vocabulary, max_length: int
-) -> list[_Text]:
+) -> list[TokenisedText]:
     """Completions that end in the first stop token they have, in an appended one, or cut short."""
     tokenizer, stop_ids = vocabulary.tokenizer, vocabulary.stop_ids
     # The text is cut, not only the ids: GPT-2 has a token for two line breaks, which a stop at one
@@ -202,11 +175,11 @@ def tokenize_completions(
             ids, last = ids[:end], ids[end]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         ids = [*ids, last]
-        result.append(_Text(text, ids[:max_length], len(ids)))
+        result.append(TokenisedText(text, ids[:max_length], len(ids)))
     return result
 
 
-def _drop_reason(row: Row, prompt: _Text, completions: Sequence[_Text]) -> str:
+def _drop_reason(row: Row, prompt: TokenisedText, completions: Sequence[TokenisedText]) -> str:
     """The reason to drop a row, empty if there is none."""
     reasons = {
         "empty prompt": not prompt.text.strip(),
@@ -218,13 +191,30 @@ def _drop_reason(row: Row, prompt: _Text, completions: Sequence[_Text]) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> int:
-    """Number of (prompt, completion) pairs with other tokens when tokenised as one text.
+def leading_ids(tokenizer: Any) -> list[int]:
+    """Ids that a tokenizer puts in front of every text: the bos of Llama and Gemma, none of GPT-2.
 
-    Such rows teach the model a split that it would not meet in running text; most often a missing
-    space at the start of the completion is the cause.
+    A model that was trained with them scores worse without them.
     """
-    prompts = encode([prompt for prompt, _ in pairs], tokenizer)
-    completions = encode([completion for _, completion in pairs], tokenizer)
-    joint = encode([prompt + completion for prompt, completion in pairs], tokenizer)
-    return sum(p + c != j for p, c, j in zip(prompts, completions, joint, strict=True))
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    texts = (tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in special)
+    text, first = next((text, ids[0]) for text in texts if (ids := encode([text], tokenizer)[0]))
+    whole = tokenizer(text, verbose=False)["input_ids"]
+    return list(whole[: whole.index(first)])
+
+
+def without_leading(ids: list[int], leading: list[int]) -> list[int]:
+    """The ids without the leading ones, which some chat templates write into the text."""
+    return ids[len(leading) :] if ids[: len(leading)] == leading else ids
+
+
+def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids of each text, without special tokens around them."""
+    shared: dict[int, int] = {}  # one int object per id, not per token: 4 times less memory
+    ids: list[list[int]] = []
+    for start in range(0, len(texts), CHUNK_ROWS):
+        chunk = list(texts[start : start + CHUNK_ROWS])
+        # verbose=False: lengths beyond the model are handled here, not warned about.
+        encoded = tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += [[shared.setdefault(i, i) for i in row] for row in encoded]
+    return ids

@@ -1,14 +1,11 @@
-"""Texts as token ids, and prompts cut to a number of them.
+"""Prompts cut in their body.
 
 The post of a TL;DR prompt is cut; the header (subreddit, title) and the closing cue stay. Other
 prompts have a cue too: `--prompt_cue`, else what follows their last blank line.
 """
 
 import re
-from collections.abc import Sequence
-from typing import Any
 
-CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memory than the ids
 LONGEST_CUE = 100  # characters behind the last blank line that are taken for a cue
 
 _CUE = "TL;DR:"
@@ -64,61 +61,3 @@ def cut_body(body: str, limit: int) -> str:
         if match:
             return match.group(1)
     return body[:limit].rstrip()
-
-
-def truncate_prompt(
-    prompt: str,  # of more than `max_length` tokens
-    tokenizer: Any,  # a fast one, which knows the characters of each token
-    max_length: int,  # tokens, header and cue included
-    fallback_cue: str = "",  # of a prompt that has no `TL;DR:`
-) -> tuple[str, list[int]] | None:
-    """Cut the body of a prompt that is too long; header and cue stay whole.
-
-    Returns:
-        The shorter prompt and its ids, at most `max_length`; None if header and cue leave no room.
-    """
-    header, body, cue = split_prompt(prompt, fallback_cue)
-    encoding = tokenizer(header + body, add_special_tokens=False, verbose=False)
-    budget = max_length - len(encode([cue], tokenizer)[0])
-    while budget > 0:
-        last_token = min(budget, len(encoding["input_ids"])) - 1
-        kept = cut_body(body, max(0, encoding.token_to_chars(last_token).end - len(header)))
-        if not kept.strip():
-            return None
-        shorter = header + kept + cue
-        ids = encode([shorter], tokenizer)[0]
-        if len(ids) <= max_length:
-            return shorter, ids
-        # A cut inside a word or a merge with the cue costs tokens. One less, not the excess: a
-        # character may be several tokens, and dropping all of them may be too much.
-        budget -= 1
-    return None
-
-
-def leading_ids(tokenizer: Any) -> list[int]:
-    """Ids that a tokenizer puts in front of every text: the bos of Llama and Gemma, none of GPT-2.
-
-    A model that was trained with them scores worse without them.
-    """
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    texts = (tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in special)
-    text, first = next((text, ids[0]) for text in texts if (ids := encode([text], tokenizer)[0]))
-    whole = tokenizer(text, verbose=False)["input_ids"]
-    return list(whole[: whole.index(first)])
-
-
-def without_leading(ids: list[int], leading: list[int]) -> list[int]:
-    """The ids without the leading ones, which some chat templates write into the text."""
-    return ids[len(leading) :] if ids[: len(leading)] == leading else ids
-
-
-def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each text, without special tokens around them."""
-    shared: dict[int, int] = {}  # one int object per id, not per token: 4 times less memory
-    ids: list[list[int]] = []
-    for start in range(0, len(texts), CHUNK_ROWS):
-        chunk = list(texts[start : start + CHUNK_ROWS])
-        # verbose=False: lengths beyond the model are handled here, not warned about.
-        encoded = tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]
-        ids += [[shared.setdefault(i, i) for i in row] for row in encoded]
-    return ids

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from assets.recipes.bench import quality
 from common.config.parser import parse
 from common.text.chat import render
+from common.text.data_report import DataReport
 from common.text.reading import load_rows
 from common.text.tokenise import tokenize_rows
 from experiments.evidence.bench import __main__ as bench
@@ -58,15 +59,15 @@ def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
     recorded = json.loads((folder / "fixture.json").read_text())["lengths"][row.data_name]
     config = tiny.train_config(max_prompt_length=384, max_dropped_fraction=0.0)
     raw_rows = load_rows(config, str(path), "train", row.kind)
-    examples, report = tokenize_rows(
-        [text for raw in raw_rows for text in render(raw, row.kind, None)],
-        tiny.vocabulary([EOS_ID], AutoTokenizer.from_pretrained(folder / "policy"), pad_id=EOS_ID),
-        config,
-        "train",
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    texts = [text for raw in raw_rows for text in render(raw, row.kind, None)]
+    vocabulary = tiny.vocabulary([EOS_ID], tokenizer, pad_id=EOS_ID)
+    tokenised = tokenize_rows(texts, vocabulary, config, "train")
+    report = DataReport(tokenised, "train", row.kind, config, tokenizer)
     lost = (report.num_prompts_truncated, report.num_completions_truncated, report.num_dropped)
     assert lost == (0, 0, 0)
     assert report.num_boundary_merges == 0
+    examples = [row.example for row in tokenised]
     assert len(examples) == row.num_rows
     columns = [name for name in ("completion", "chosen", "rejected") if name in recorded]
     assert [len(e.prompt_ids) for e in examples] == recorded["prompt"]

@@ -34,7 +34,7 @@ from common.evaluation.records import BASELINES, PairScores, Results
 from common.model import load
 from common.report import evaluation_report, tables
 from common.rewards.models import RewardModelFunction
-from common.text import synthetic, tokenise
+from common.text import reading, synthetic
 
 NUM_PAIRS = 30
 LENGTHS = {"max_prompt_length": 128, "max_completion_length": 64}
@@ -334,7 +334,7 @@ def foreign_rewards(root: str) -> list[list[float]]:
     tokenizer = AutoTokenizer.from_pretrained(f"{root}/sft/model")
     config = tiny.train_config(**LENGTHS)
     vocabulary = tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
-    pairs = tokenise.load_examples(
+    pairs = reading.load_examples(
         config, "synthetic", "validation", "preference", vocabulary, num_rows=5
     )
     function = RewardModelFunction(f"{root}/foreign/model", tokenizer, config)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.record.terminal import run_command
 from common.text.chat import rendered
-from common.text.tokenise import load_examples
+from common.text.reading import load_examples
 from experiments import chat
 
 POST = "My aunt stole my piano. I want money."

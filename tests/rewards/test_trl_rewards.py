@@ -23,7 +23,7 @@ from common.record.jsonl import read_jsonl
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
-from common.text.tokenise import load_examples
+from common.text.reading import load_examples
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed (Python 3.11 or later)")
 

@@ -17,8 +17,8 @@ from common.rewards.models import RewardModelFunction
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.chat import TurnEnd, render, to_end_of_turn
-from common.text.rows import Row
-from common.text.tokenise import load_examples
+from common.text.reading import load_examples
+from common.text.schemas import Row
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 LENGTHS = {"max_prompt_length": 60, "max_completion_length": 20}

@@ -23,8 +23,9 @@ from common.data import load_splits
 from common.errors import UserError
 from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
 from common.text import reading, sources
-from common.text.rows import COMPLETION_COLUMNS, Row
-from common.text.tokenise import load_examples
+from common.text.reading import load_examples
+from common.text.schemas import COMPLETION_COLUMNS, Row
+from common.text.tokenise import source_of
 
 SFT = [
     {"prompt": "TITLE: a\n\nTL;DR:", "completion": " one", "facts": {"who": "x"}, "n": 1},
@@ -533,7 +534,7 @@ def test_a_prompt_beside_messages_that_do_not_hold_it_is_refused(tmp_path):
     ],
 )
 def test_row_source(row, expected):
-    assert Row(row["prompt"], [], row).source == expected
+    assert source_of(Row(row["prompt"], [], row)) == expected
 
 
 def test_a_split_may_be_some_of_its_rows_as_in_datasets(tmp_path):

@@ -16,7 +16,7 @@ import tiny
 
 from common import distributed
 from common.errors import UserError
-from common.text.tokenise import load_examples
+from common.text.reading import load_examples
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 ASKED = [{"role": "user", "content": "What color is the sky?"}]

@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from common import data, distributed
 from common.errors import UserError
 from common.text import shared_rows, tokenise
-from common.text.tokenise import load_examples
+from common.text.reading import load_examples
 
 EOS = "<|endoftext|>"
 TEMPLATE = (

@@ -24,8 +24,7 @@ from common.model import fsdp
 from common.model import load as models
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
-from common.text.reading import held_out_split
-from common.text.tokenise import load_examples
+from common.text.reading import held_out_split, load_examples
 from experiments.runs.overoptimization.config import OveroptimizationConfig
 from experiments.runs.overoptimization.curves import Values
 
