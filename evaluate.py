@@ -28,10 +28,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import distributed, launch, self_checks
+from common import distributed, launch, scoring, self_checks
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import measure, records, runs, split, summary
+from common.evaluation import measure, records, runs, summary
 from common.evaluation.config import EvaluateConfig, split_of
 from common.evaluation.measure import Reference
 from common.evaluation.records import EvaluationRows, PairScores, PromptRecord, Results
@@ -93,7 +93,7 @@ def main(config: EvaluateConfig) -> None:
     for path, policy_config in policy_configs.items():
         policy, logps = load_policy(path, policy_config, config, mesh), None
         if rows.pairs:
-            logps = split.score_examples(policy, rows.pairs, config, vocabulary, "scoring pairs")
+            logps = scoring.score_examples(policy, rows.pairs, config, vocabulary, "scoring pairs")
             if path in config.policies:
                 by_kind = measure.policy_scores(
                     logps, reference, rows.pairs, run_rewards[path], config
@@ -202,7 +202,7 @@ def generate(
         num_samples=config.num_generations,
         temperature=config.temperature,
     )
-    split.check_sampler(sampler, prompts, rollouts, config.temperature)
+    scoring.check_sampler(sampler, prompts, rollouts, config.temperature)
 
     def add(judging: RewardFunctions) -> None:
         ref_policy = reference.policy if reference else None

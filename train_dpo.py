@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import data, distributed, launch, self_checks
+from common import data, distributed, launch, scoring, self_checks
 from common.data import Example
-from common.evaluation import pair_scores, split
+from common.evaluation import pair_scores
 from common.forward import Policy
 from common.losses import preference_loss, sequence_logps
 from common.model import fsdp, load
@@ -93,13 +93,13 @@ def main(config: DPOConfig) -> None:
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config)
     if config.self_check and reference.first is not None and paths[0] == paths[1]:
-        first_logps = split.score_examples(policy, train_set[:1], config, vocabulary, "reference")
+        first_logps = scoring.score_examples(policy, train_set[:1], config, vocabulary, "reference")
         self_checks.dpo_starts_at_ln_2(first_logps, reference.first)  # (1, 2) each
     run = Run(policy, order, config, resume_from, vocabulary)
 
     def evaluate(step: int) -> None:
         if eval_set:
-            logps = split.score_examples(policy, eval_set, config, vocabulary, "scoring pairs")
+            logps = scoring.score_examples(policy, eval_set, config, vocabulary, "scoring pairs")
             ref_logps = reference.held_out  # (rows, 2), as logps
             ref_logps = torch.zeros_like(logps) if ref_logps is None else ref_logps
             lengths = data.lengths(eval_set)[:, 1:]

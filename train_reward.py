@@ -37,10 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import data, distributed, launch, self_checks
+from common import data, distributed, launch, scoring, self_checks
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import pair_scores, split
+from common.evaluation import pair_scores
 from common.forward import RewardModel
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
@@ -84,7 +84,7 @@ def main(config: RewardConfig) -> None:
 
     def evaluate(step: int) -> None:
         if eval_set:
-            scores = split.score_examples(model, eval_set, config, vocabulary, "scoring pairs")
+            scores = scoring.score_examples(model, eval_set, config, vocabulary, "scoring pairs")
             losses = pair_losses(scores, held_out_margins, config)
             run.logger.log(step, pair_scores.held_out_metrics(scores, losses))
             run.logger.samples(step, pair_scores.pair_table(eval_set, scores, vocabulary, config))
@@ -112,7 +112,9 @@ def main(config: RewardConfig) -> None:
         if not sft_set:
             return 0.0
         with fsdp.in_float32(model):  # as the exported model computes them
-            rewards = split.score_examples(model, sft_set, config, vocabulary, "scoring references")
+            rewards = scoring.score_examples(
+                model, sft_set, config, vocabulary, "scoring references"
+            )
         return -float(rewards.mean())
 
     # Export, shifted to mean 0 over reference summaries; final evaluation

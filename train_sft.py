@@ -30,8 +30,8 @@ from common.run import Run
 
 def main(config: SFTConfig) -> None:
     """Train, export, evaluate."""
+    from common import scoring
     from common.checkpoint.resume import find_checkpoint
-    from common.evaluation import split
     from common.sampling.sampler import Sampler  # for the table of samples
 
     distributed.seed_everything(config.seed)
@@ -58,7 +58,7 @@ def main(config: SFTConfig) -> None:
 
     def evaluate(step: int) -> None:
         if eval_set:
-            eval_loss = split.mean_sft_loss(policy, eval_set, config, vocabulary)
+            eval_loss = scoring.mean_sft_loss(policy, eval_set, config, vocabulary)
             run.logger.log(step, {"eval_loss": eval_loss})
 
     def show_samples(step: int) -> None:

@@ -29,8 +29,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from common import distributed
-from common.evaluation import split
+from common import distributed, scoring
 from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, rollout_copy
@@ -367,7 +366,7 @@ def on_sim() -> Iterator[None]:
             mock.patch.object(Run, "steps", a_round("step", Run.steps)),
             mock.patch.object(Run, "micro_batches", a_round("micro-batch", Run.micro_batches)),
             mock.patch.object(Run, "update", a_call("update", Run.update)),
-            mock.patch.object(split, "score_examples", a_call("scoring", split.score_examples)),
+            mock.patch.object(scoring, "score_examples", a_call("scoring", scoring.score_examples)),
             mock.patch.object(sampler, "decode", a_call("decode", decode.decode)),
             mock.patch.object(_fsdp_init, "_move_states_to_device", move_early),
             mock.patch.object(_fsdp_param, "alloc_storage"),  # weights stay gathered, and are

@@ -31,7 +31,7 @@ from common.data import (
     num_tokens,
     pack_micro_batches,
 )
-from common.evaluation.split import distinct_completions
+from common.scoring import distinct_completions
 from experiments.evidence.bench.fixture import PROMPT_LENGTHS, RESPONSE_LENGTHS
 from experiments.evidence.bench.rows import MAX_PROMPT_LENGTH
 

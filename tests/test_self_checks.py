@@ -15,11 +15,10 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-from common import distributed, padding, self_checks
+from common import distributed, padding, scoring, self_checks
 from common.config.stages import TrainConfig
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import split
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load
 from common.padding import PaddedBatch
@@ -299,7 +298,7 @@ def test_a_head_that_differs_between_ranks_is_refused(monkeypatch):
 
 def pair_logps(policy: nn.Module) -> Tensor:
     """Log-probabilities (1, 2) of the first pair, as the stage computes them."""
-    return split.score_examples(policy, PAIRS[:1], CONFIG, tiny.vocabulary(), "reference")
+    return scoring.score_examples(policy, PAIRS[:1], CONFIG, tiny.vocabulary(), "reference")
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from common import distributed
+from common import distributed, scoring
 from common.data import Example
 from common.errors import EngineError
-from common.evaluation import accuracy, intervals, split
+from common.evaluation import accuracy, intervals
 from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import reward
@@ -47,7 +47,7 @@ class HeldOut:
         """
         self.ref_logps: Tensor | None = None  # (pairs, 2)
         if self.pairs and self.reference is not None:
-            self.ref_logps = split.score_examples(
+            self.ref_logps = scoring.score_examples(
                 self.reference, self.pairs, self.config, self.sampler.vocabulary, "reference"
             )
 
@@ -64,7 +64,7 @@ class HeldOut:
             distributed.print_rank0(f"warning: held-out prompts are not evaluated: {error}")
         if self.pairs:
             policy, vocabulary = self.sampler.policy, self.sampler.vocabulary
-            logps = split.score_examples(
+            logps = scoring.score_examples(
                 policy, self.pairs, self.config, vocabulary, "scoring pairs"
             )
             rewards = logps if self.ref_logps is None else logps - self.ref_logps  # (pairs, 2)
@@ -126,7 +126,7 @@ class HeldOut:
             return torch.sum(logps - ref_logps, -1)  # over (B, C)
 
         policy, vocabulary = self.sampler.policy, self.sampler.vocabulary
-        log_ratios = split.score_examples(
+        log_ratios = scoring.score_examples(
             policy, sampled, self.config, vocabulary, "evaluating", score=log_ratio
         )
         fsdp.reshard(reference)

@@ -22,7 +22,6 @@ from common.advantages import (
 )
 from common.data import Example
 from common.errors import UserError
-from common.evaluation.split import check_sampler
 from common.forward import Policy
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform
@@ -32,6 +31,7 @@ from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.sampling.vllm.sampler import new_sampler
+from common.scoring import check_sampler
 from common.text.example import Vocabulary
 from common.text.reading import load_examples
 

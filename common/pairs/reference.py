@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import data, distributed, self_checks
+from common import data, distributed, scoring, self_checks
 from common.data import Example
-from common.evaluation import split
 from common.forward import Policy, sequence_scores
 from common.model import fsdp, load
 from common.padding import AnyBatch
@@ -77,11 +76,11 @@ def load_reference(
     self_checks.only_tokens_matter(reference, config)
 
     scores = ReferenceScores()
-    scores.first = split.score_examples(reference, train_set[:1], config, vocabulary, "reference")
+    scores.first = scoring.score_examples(reference, train_set[:1], config, vocabulary, "reference")
     scores.shown = token_records.token_logps(reference, shown, config, vocabulary)
     if eval_set:
         held_out = partial(
-            split.score_examples, reference, eval_set, config, vocabulary, "reference"
+            scoring.score_examples, reference, eval_set, config, vocabulary, "reference"
         )
         key = scores_key(eval_set, scores.first)
         rows: Sequence[int] = range(len(eval_set))
@@ -113,7 +112,7 @@ def training_logps(
         for step in distributed.progress_bar("reference", None, items=steps)
         for batch in data.micro_batches(train_set, order.rows(step), config, vocabulary)
     )
-    logps = split.score_batches(reference, batches, 2 * len(train_set), sequence_scores)
+    logps = scoring.score_batches(reference, batches, 2 * len(train_set), sequence_scores)
     is_seen = torch.zeros(len(train_set), 1, dtype=torch.bool)
     is_seen[order.rows_until(len(steps))] = True
     return logps.view(-1, 2).where(is_seen, torch.nan)

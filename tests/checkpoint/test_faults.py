@@ -17,11 +17,11 @@ from ranks import STAGES, untimed_lines
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from common import scoring
 from common.checkpoint import best as best_checkpoint
 from common.checkpoint import layout
 from common.checkpoint.layout import folder_of
 from common.errors import UserError
-from common.evaluation import split
 from common.model import optim
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
@@ -218,7 +218,7 @@ def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
     fields |= {"save_steps": 2, "eval_steps": 2, "num_sample_prompts": 0}
     fields |= {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}
     losses = iter([1.0, 2.0] if best == 2 else [2.0, 1.0])
-    monkeypatch.setattr(split, "mean_sft_loss", lambda *_: next(losses))
+    monkeypatch.setattr(scoring, "mean_sft_loss", lambda *_: next(losses))
     run = tmp_path / "run"
     train("sft", inputs, run, **fields)
     (shard,) = folder_of(run, best).glob("*.safetensors")

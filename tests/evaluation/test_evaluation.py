@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
-from common import distributed
+from common import distributed, scoring
 from common.checkpoint import export
 from common.data import Example, PromptGroup
 from common.errors import UserError
-from common.evaluation import pair_scores, runs, split
+from common.evaluation import pair_scores, runs
 from common.evaluation.accuracy import outcomes, preference_accuracy
 from common.forward import Policy, RewardModel
 from common.model import fsdp
@@ -61,7 +61,7 @@ def plain_scores(model: Any, examples: list[Example]) -> Tensor:
 
 def score(model: Any, examples: list[Example], micro_batch_size: int = 4, **fields: Any) -> Tensor:
     config = tiny.train_config(micro_batch_size=micro_batch_size, **fields)
-    return split.score_examples(model, examples, config, tiny.vocabulary(), "scoring")
+    return scoring.score_examples(model, examples, config, tiny.vocabulary(), "scoring")
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_completion_of_two_rows_is_scored_once(model):
     rest = (PAIRS, tiny.train_config(), tiny.vocabulary(), "scoring")
     own = torch.arange(2 * len(PAIRS)).view(-1, 2).double()
     own[6, 1] = 1  # the second completion of row 0
-    assert split.score_examples(model, *rest, score=slots).equal(own)
+    assert scoring.score_examples(model, *rest, score=slots).equal(own)
 
 
 def test_scoring_leaves_a_policy_sharded():
@@ -143,7 +143,7 @@ def test_sft_loss_is_the_mean_over_tokens_not_over_rows():
     examples = [Example(e.row, "", e.prompt_ids, e.completions[:1], {}) for e in PAIRS]
     logps = plain_scores(policy, examples)[:, 0]
     lengths = torch.tensor([len(e.completions[0]) for e in examples])
-    loss = split.mean_sft_loss(policy, examples, tiny.train_config(), tiny.vocabulary())
+    loss = scoring.mean_sft_loss(policy, examples, tiny.train_config(), tiny.vocabulary())
     assert loss == pytest.approx(float(-logps.sum() / lengths.sum()), abs=1e-5)
     assert abs(loss - float((-logps / lengths).mean())) > 1e-2
 
@@ -155,7 +155,7 @@ def test_preference_accuracy_is_a_count(model):
     """The last pair is of two equal completions: a tie, which counts one half."""
     tie = Example(7, "", [5, 6], [[8, 9, 0], [8, 9, 0]], {})
     pairs = [*PAIRS, tie]
-    score = partial(split.score_examples, model)
+    score = partial(scoring.score_examples, model)
     scores = score(pairs, tiny.train_config(), tiny.vocabulary(), "pairs")
     accuracy = preference_accuracy(outcomes(*scores.unbind(1)))
     plain = plain_scores(model, pairs)

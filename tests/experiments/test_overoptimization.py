@@ -26,12 +26,11 @@ import tiny
 import torch
 
 import train_grpo
-from common import data, distributed
+from common import data, distributed, scoring
 from common.checkpoint import export
 from common.config.parser import parse
 from common.config.stages import SFTConfig
 from common.errors import UserError
-from common.evaluation import split
 from common.forward import Policy, RewardModel
 from common.grpo.config import GRPOConfig
 from common.record.jsonl import read_jsonl
@@ -104,7 +103,7 @@ def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
         place, example = (i // 3, i % 3), examples[i // 3]
         alone = [data.Example(0, "", example.prompt_ids, [ids], {})]
         pi, ref, reward = (
-            split.score_examples(model, alone, found.config, found.vocabulary, "")
+            scoring.score_examples(model, alone, found.config, found.vocabulary, "")
             for model in (found.load("other/model"), found.reference, judge)
         )
         assert measured.log_ratio[place] == pytest.approx(float(pi - ref), abs=1e-3)

@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from common import distributed, self_checks
+from common import distributed, scoring, self_checks
 from common.advantages import apply_missing_eos_penalty
 from common.checkpoint import hf_folder
 from common.checkpoint.layout import MANIFEST
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import split
 from common.forward import Policy
 from common.model import fsdp
 from common.model import load as models
@@ -135,4 +134,4 @@ class Measurer:
 
     def score(self, policy: Policy, sampled: Sequence[Example], title: str) -> Tensor:
         """Log-probs (P, K) of completions under a policy, nats."""
-        return split.score_examples(policy, sampled, self.config, self.vocabulary, title)
+        return scoring.score_examples(policy, sampled, self.config, self.vocabulary, title)
