@@ -22,12 +22,20 @@ def position_ids(mask: Tensor) -> Tensor:
     A model with learned positions (GPT-2) that is not given them also counts padding on the left.
     The mask is (B, T) bool, True = a real token; positions are (B, T) int64, never negative: 0 at a
     row's first real token and on the padding before it; padding behind repeats the last position.
+
+    >>> position_ids(torch.tensor([[False, False, True, True, True]]))
+    tensor([[0, 0, 0, 1, 2]])
     """
     return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad rows on the left to the longest one; returns what `right_pad` does."""
+    """Pad rows on the left to the longest one; returns what `right_pad` does.
+
+    >>> ids, mask = left_pad([[5, 6, 7], [8]], pad_id=0)
+    >>> ids.tolist()
+    [[5, 6, 7], [0, 0, 8]]
+    """
     ids, mask = right_pad([row[::-1] for row in rows], pad_id)
     return ids.flip(1), mask.flip(1)
 
@@ -56,6 +64,10 @@ def cut_at_stop(completion_ids: Tensor, stop_ids: Sequence[int]) -> tuple[Tensor
     Returns:
         completion_mask (B, C) bool, True up to and including the first stop token; has_stop (B,)
         bool, True where the completion has one, False where it was truncated.
+
+    >>> mask, has_stop = cut_at_stop(torch.tensor([[7, 2, 9], [7, 8, 9]]), stop_ids=[2])
+    >>> mask.int().tolist(), has_stop.tolist()
+    ([[1, 1, 0], [1, 1, 1]], [True, False])
     """
     stops = torch.tensor(stop_ids, dtype=torch.long, device=completion_ids.device)
     is_stop = torch.isin(completion_ids, stops).long()  # (B, C)

@@ -40,7 +40,11 @@ def pass_rates(
 
 
 def pass_at(k: int, num_samples: int, num_passed: int) -> float:
-    """Probability that at least one of k samples passes, unbiased (Chen et al. 2021, eq. 1)."""
+    """Probability that at least one of k samples passes, unbiased (Chen et al. 2021, eq. 1).
+
+    >>> pass_at(2, num_samples=4, num_passed=1)  # 3 of the 6 draws of two have it
+    0.5
+    """
     draws = comb(num_samples, k)
     return (draws - comb(num_samples - num_passed, k)) / draws
 

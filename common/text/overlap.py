@@ -20,6 +20,9 @@ def rouge_l(candidate: str, reference: str, word: re.Pattern[str] = WORD) -> flo
     """F1 of ROUGE-L: longest common subsequence of the words, each text taken as one sentence.
 
     Lin 2004, eq. 2 to 4 with beta = 1.
+
+    >>> rouge_l("the cat sat", "the cat ran home today")  # 2 of 3 and 2 of 5 words
+    0.5
     """
     tokens, expected = (word.findall(text.lower()) for text in (candidate, reference))
     return _f1(common_subsequence(tokens, expected), len(tokens), len(expected))

@@ -38,6 +38,9 @@ def split_prompt(prompt: str, fallback_cue: str = "") -> tuple[str, str, str]:
     The header reaches to `POST:` (or to the end of the title where there is none, as in the
     CNN/DailyMail rows). The cue is a closing `TL;DR:` with the white space before it, or, in a
     prompt without one, the `fallback_cue` if it ends in that. Header and cue may be empty.
+
+    >>> split_prompt("POST: It sleeps. TL;DR:")
+    ('POST:', ' It sleeps.', ' TL;DR:')
     """
     header = _HEADER_LINES.match(prompt)
     end = header.end() if header else 0
@@ -54,6 +57,9 @@ def cut_body(body: str, limit: int) -> str:
 
     Ends before the last line break that leaves some text (the rule of Stiennon et al. 2020), else
     behind the last sentence, else behind the last word, else at the limit.
+
+    >>> cut_body("One sentence. Another one.", limit=20)
+    'One sentence.'
     """
     window = body[: limit + 1]  # one more: the character behind the cut tells whether a word ends
     for pattern in _CUTS:
