@@ -16,7 +16,7 @@ from common.forward import RewardModel
 from common.model import fsdp, optim
 
 shard, clip_and_step = fsdp.shard, optim.clip_and_step
-heads: list[nn.Parameter] = []
+heads: list[torch.Tensor] = []
 
 
 class BFloat16Head(nn.Linear):
