@@ -5,24 +5,21 @@
 
 with log-probabilities summed over the completion, stop token included, and label smoothing e
 ("conservative DPO"; 0 is the paper's loss). The reference is the starting policy, frozen. Further
-losses are chosen by `loss_type`, one or a weighted sum of several: `common.losses.preference_loss`
-has their formulas. One option changes any of them:
+losses are chosen by `loss_type`, one or a weighted sum of several: each is a file of
+`common/objectives/preference`, or yours.
 
-    sft_weight > 0: loss - sft_weight log pi(y_w|x) / |y_w|    (RPO, Pang et al. 2024, eq. 1)
-
-With `pairs_from rollouts` the pairs are made here (RSO, Liu et al. 2023): the starting policy
-samples `num_candidates` completions of each prompt, `reward_funcs` score them, and `pair_method`
-pairs them. These pairs are the training rows, and are written to `pairs.jsonl`.
+With `pair_method rso_tournament` the pairs are made here (RSO, Liu et al. 2023): the starting
+policy samples `num_candidates` completions of each prompt, `reward_funcs` score them, and the
+method pairs them. These pairs are the training rows, and are written to `pairs.jsonl`.
 
 How this differs from the papers:
 1. AdamW, not RMSprop. 2. Dropout is off. 3. Both completions of a pair share one forward pass.
-4. RPO divides by the length of chain of thought and answer; here a completion is one text.
-5. RSO labels accepted completions by a ranking model that reads two; here by the higher reward.
+4. RSO labels accepted completions by a ranking model that reads two; here by the higher reward.
 
 Launch: as `train_sft.py`, with `--model_name_or_path` the SFT stage's `model` folder, for example
     torchrun --standalone --nproc_per_node 2 train_dpo.py --config assets/recipes/demo/dpo.yaml
 and on pairs sampled from the starting policy and scored by the gold reward, with in addition
-    --pairs_from rollouts --reward_funcs gold --output_dir output/demo/dpo_rollouts
+    --pair_method rso_tournament --reward_funcs gold --output_dir output/demo/dpo_rollouts
 
 Expect the `sigmoid` loss to start at ln 2 = 0.693 exactly (a self-check) and `reward_margin` to
 grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their difference is trained.
@@ -33,14 +30,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, scoring, self_checks
 from common.data import Example
 from common.evaluation import pair_scores
 from common.forward import Policy
-from common.losses import preference_loss, sequence_logps
+from common.losses import sequence_logps
 from common.model import fsdp, load
 from common.pairs.config import DPOConfig
 from common.pairs.reference import ReferenceScores, load_reference
@@ -57,7 +53,9 @@ def main(config: DPOConfig) -> None:
     distributed.seed_everything(config.seed)
     mesh = distributed.mesh(config.num_replicas)
 
-    # Data
+    # Objective, data
+    objective, implicit_reward = config.objective, config.implicit_reward
+    objective.check()
     vocabulary = load.load_vocabulary(config)
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
@@ -70,7 +68,7 @@ def main(config: DPOConfig) -> None:
 
     # Frozen reference, which scores pairs ahead of training and can then be freed
     policy, reference = None, ReferenceScores()
-    if config.needs_reference:
+    if implicit_reward.needs_reference:
         reference, policy = load_reference(
             config,
             configs[1],
@@ -103,8 +101,8 @@ def main(config: DPOConfig) -> None:
             ref_logps = reference.held_out  # (rows, 2), as logps
             ref_logps = torch.zeros_like(logps) if ref_logps is None else ref_logps
             lengths = data.lengths(eval_set)[:, 1:]
-            losses = pair_losses(logps, ref_logps, lengths, config)
-            rewards = config.implicit_reward(logps, ref_logps, lengths)
+            losses = objective(logps, ref_logps, lengths, config.loss_weights)
+            rewards = implicit_reward(logps, ref_logps, lengths)
             run.logger.log(step, pair_scores.held_out_metrics(rewards, losses))
 
     def show_samples(step: int) -> None:
@@ -123,13 +121,13 @@ def main(config: DPOConfig) -> None:
             logps = sequence_logps(token_logps, mask).view(-1, 2)  # (N, 2): chosen, rejected
             ref_logps = reference.of_batch(batch)  # (N, 2)
             lengths = mask.sum(-1).clamp(min=1).view(-1, 2)  # (N, 2)
-            losses = pair_losses(logps, ref_logps, lengths, config)  # (N,)
+            losses = objective(logps, ref_logps, lengths, config.loss_weights)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()
             run.metrics.add("loss", loss * num_pairs, real.sum())
             run.metrics.add("chosen_logp", (logps[:, 0] * real).sum(), real.sum())
             run.metrics.add("rejected_logp", (logps[:, 1] * real).sum(), real.sum())
-            rewards = config.implicit_reward(logps, ref_logps, lengths)  # (N, 2)
+            rewards = implicit_reward(logps, ref_logps, lengths)  # (N, 2)
             pair_scores.add_pair_metrics(run.metrics, rewards, real)
         run.update()
         run.end_step(evaluate, show_samples)
@@ -149,7 +147,7 @@ def load_pairs(
     """Training pairs, from rows or from rollouts, and held-out pairs. Collective."""
     from common.pairs.from_rollouts import pairs_of_run
 
-    if config.pairs_from == "dataset":
+    if config.pair_method == "dataset":
         return data.load_splits(config, "preference", vocabulary)
     eval_set = data.load_held_out_pairs(config, config.dataset_name, vocabulary)
     train_set = pairs_of_run(config, vocabulary, model_config, mesh, is_resumed=is_resumed)
@@ -164,31 +162,6 @@ def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example
             break
         firsts.setdefault(example.prompt, example)
     return list(firsts.values())
-
-
-def pair_losses(
-    logps: Tensor,  # (N, 2) nats under the policy, chosen first
-    ref_logps: Tensor,  # (N, 2) the same under the reference
-    lengths: Tensor,  # (N, 2) tokens
-    config: DPOConfig,
-) -> Tensor:
-    """Loss (N,) of pairs: the weighted sum of the run's losses, and the chosen one's SFT term."""
-    weights = config.loss_weights or [1.0] * len(config.loss_type)
-    losses = [
-        weight
-        * preference_loss(
-            *logps.unbind(-1),
-            *ref_logps.unbind(-1),
-            beta=config.beta,
-            loss_type=loss_type,
-            label_smoothing=config.label_smoothing,
-            chosen_lengths=lengths[:, 0],
-            rejected_lengths=lengths[:, 1],
-            gamma=config.gamma,
-        )
-        for loss_type, weight in zip(config.loss_type, weights, strict=True)
-    ]
-    return torch.stack(losses).sum(0) - config.sft_weight * logps[:, 0] / lengths[:, 0]
 
 
 if __name__ == "__main__":

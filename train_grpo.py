@@ -8,10 +8,9 @@ r"""GRPO: sample a group of completions per prompt, keep some, push up those abo
 One step is one rollout: every prompt gets `num_candidates` completions, the rewards are computed,
 statistical rejection sampling keeps `num_generations` of them, their advantages are optionally
 normalised again over all that were kept on all ranks, and `num_iterations` updates are made on each
-of `num_minibatches`. Policy objectives are the files of `common/objectives/policy`, or yours; each
-other variant is one flag, defined in `common/grpo/config.py`, and the formulas are in
-`common/losses.py` and `common/advantages.py`. The objects of a step, in the order of the loop,
-all of `common/grpo`:
+of `num_minibatches`. Policy objectives and advantages are files of `common/objectives`, or yours;
+each other variant is one flag, defined in `common/grpo/config.py`. The objects of a step, in the
+order of the loop, all of `common/grpo`:
 
     Groups              the N prompts of this rank, K candidates of each, rewards     rollouts
     SelectedCandidates  G of each K, and which of them the loss counts                rollouts
@@ -22,7 +21,7 @@ all of `common/grpo`:
 How this differs from the paper:
 1. Rejection sampling of rollouts by raw reward (RSO, Liu et al. 2023, algorithm 1; or exact draws
    without replacement by Gumbel noise). The candidates are samples: RSO's are a set of texts, here
-   only with `distinct_candidates`. The baseline is the mean of all candidates or of the kept.
+   only with `rso_distinct`. The baseline is the mean of all candidates or of the kept.
 2. Global normalisation of the kept advantages over ranks (`normalize_globally`).
 3. A completion that did not stop has the reward `missing_eos_penalty` (Huang et al. 2024).
 4. Completions are cut at the first stop token before they are scored.
@@ -55,14 +54,13 @@ from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
-from common.grpo.sampler_correction import off_policy_mask, sampler_drift, sampler_weights
-from common.losses import aggregate, kl_estimate, masked_sum, probability_ratio
+from common.losses import aggregate, kl_estimate, probability_ratio
 from common.model import fsdp, load
 from common.run import Run
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
-    from common.objectives.find import PolicyObjective
+    from common.objectives.kinds import PolicyObjective
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Sampler
 
@@ -80,6 +78,7 @@ def main(config: GRPOConfig) -> None:
     # Objective, data and rewards
     objective = config.objective
     objective.check()
+    config.advantage_function.check()
     vocabulary = load.load_vocabulary(config)
     configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
@@ -225,46 +224,6 @@ def check_first_rollout(
         )
 
 
-def policy_term(
-    objective: "PolicyObjective",
-    logps: Tensor,
-    old_logps: Tensor,
-    micro_batch: MicroBatch,
-    config: GRPOConfig,
-    step_monitor: StepMonitor,
-    num_tokens: Tensor,
-    *,
-    is_new: bool,
-) -> Tensor:
-    """The policy objective (B, C) with what corrects for old samples and for another sampler."""
-    mask, sampled_logps = micro_batch.batch.completion_mask, micro_batch.sampled_logps  # (B, C)
-    advantages = micro_batch.advantages  # (B,) or (B, C)
-    per_token, metrics = objective(logps, old_logps, sampled_logps, advantages, mask)  # (B, C)
-    for name, values in metrics.items():
-        step_monitor.metrics.add(name, masked_sum(values, mask), num_tokens)
-    if config.off_policy_mask_threshold > 0:
-        threshold = config.off_policy_mask_threshold
-        kept = off_policy_mask(logps, sampled_logps, advantages, mask, threshold=threshold)
-        per_token = per_token * kept
-        step_monitor.metrics.add("off_policy_fraction", (mask & ~kept).sum(), num_tokens)
-    if config.sampler_correction != "none":
-        weights = sampler_weights(
-            old_logps,
-            sampled_logps,
-            mask,
-            correction=config.sampler_correction,
-            cap=config.sampler_correction_cap,
-            floor=config.sampler_correction_floor,
-        )
-        per_token = per_token * weights
-        if is_new:
-            step_monitor.weights.append((weights, mask))
-    if config.sampler_drift_coef > 0:
-        drift = sampler_drift(logps, sampled_logps)
-        per_token = per_token + config.sampler_drift_coef * drift
-    return per_token
-
-
 def grpo_loss(
     policy: Policy,
     micro_batch: MicroBatch,
@@ -286,19 +245,21 @@ def grpo_loss(
     logps = scores.token_logps  # (B, C)
     old_logps = logps.detach() if micro_batch.old_logps is None else micro_batch.old_logps
     num_tokens, num_real = mask.sum(), batch.is_real.sum()
-    per_token = policy_term(
-        objective, logps, old_logps, micro_batch, config, step_monitor, num_tokens, is_new=is_new
+    per_token, measures = objective(
+        logps, old_logps, micro_batch.sampled_logps, micro_batch.advantages, mask
     )  # (B, C)
+    step_monitor.record_objective(measures, mask, num_tokens, is_new=is_new)
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * scores.entropy
     if micro_batch.ref_logps is not None:
         kl = scores.kl  # (B, C)
         if not config.has_exact_kl:
-            kl = kl_estimate(logps, micro_batch.ref_logps, estimator=config.kl_estimator)
-            if config.kl_correction:
+            estimator, _, option = config.kl_estimator.partition("_")
+            kl = kl_estimate(logps, micro_batch.ref_logps, estimator=estimator)
+            if option == "ratio":
                 kl = kl * probability_ratio(logps, old_logps, mask)
         metrics.add("kl", (kl * mask).sum(), num_real)
-        if config.kl_in == "loss":
+        if not config.has_kl_in_reward:
             per_token = per_token + config.beta * kl
     loss = aggregate(
         per_token,

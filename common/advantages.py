@@ -5,6 +5,7 @@ A group of equal rewards has advantage exactly 0; what float32 rounding may make
 """
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,49 +34,23 @@ def group_advantages(
 ) -> Tensor:
     """Rewards (N, G) relative to the prompt's other completions, (N, G) float32; G is at least 2.
 
-    The `baseline` is subtracted: the group's `mean`, or with `leave_one_out` the mean of the other
-    completions (RLOO, Ahmadian et al. 2024), G / (G - 1) times as far away. The `scale` divides:
+    By the file of `common/objectives/advantages` that has the name of the `scale`, or with the
+    `baseline` leave_one_out by `rloo`. `batch` divides by the deviation of the groups that are
+    `counted` (N,), by default all; over all ranks with an `all_reduce` that sums a tensor over
+    them, and then every rank has to call.
 
-    - `group`: the standard deviation in the group (DeepSeekMath section 4.1.2).
-    - `batch`: that of all rewards of the groups that are `counted` (N,), by default all; over all
-      ranks with an `all_reduce` that sums a tensor over them, and then every rank has to call.
-    - `none`: nothing (Dr. GRPO, Liu et al. 2025).
-    - `mean`: the group's mean, of rewards that are not negative; 0 where the mean is 0 (MaxRL,
-      Tajwar et al. 2026). Of rewards 0 and 1 the expected gradient is that of log P(reward 1) to
-      order G - 1: (1 - (1 - p)^(G - 1)) / p times the gradient of p.
+    >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0], [2.0, 2.0, 2.0]]))
+    tensor([[ 1.1545, -0.5773, -0.5773],
+            [ 0.0000,  0.0000,  0.0000]])
     """
     check_choice("scale", scale, SCALES)
     check_choice("baseline", baseline, BASELINES)
-    num_generations = rewards.shape[1]
-    if num_generations < 2:
-        raise ValueError(f"num_generations is {num_generations} but a group needs at least 2")
-    advantages = deviations = _deviations(rewards)  # (N, G)
-    if baseline == "leave_one_out":
-        advantages = deviations * num_generations / (num_generations - 1)
-    if scale == "group":
-        advantages = advantages / (deviations.std(dim=1, keepdim=True) + EPSILON)
-    elif scale == "batch":
-        in_batch = rewards if counted is None else rewards[counted]
-        advantages = advantages / (_global_moments(in_batch.double(), all_reduce)[1] + EPSILON)
-    elif scale == "mean":
-        mean = rewards.double().mean(dim=1, keepdim=True)  # (N, 1)
-        advantages = torch.where(mean > 0, advantages / mean, 0.0)
-    return advantages.float()
-
-
-def weighted_group_advantages(
-    objectives: Sequence[Tensor] | Tensor, weights: Sequence[float], **options: Any
-) -> Tensor:
-    """Weighted sum over objectives, rewards (N, G) each, of their `group_advantages`, (N, G).
-
-    GDPO (Liu et al. 2026) is the sum over the reward functions, each normalised in its group,
-    followed by `normalise_globally`; GRPO has the sum of the rewards as its only objective.
-    """
-    pairs = zip(objectives, weights, strict=True)
-    terms = torch.stack([w * group_advantages(r, **options) for r, w in pairs])  # (F, N, G)
-    total = terms.sum(dim=0)
-    cancels = are_equal(total, terms.abs().sum(dim=0), len(terms) + 2)
-    return torch.where(cancels, 0.0, total)
+    if rewards.shape[1] < 2:
+        raise ValueError(f"num_generations is {rewards.shape[1]} but a group needs at least 2")
+    find = import_module("common.objectives.kinds").Advantages.find
+    function = find([scale]) if baseline == "mean" else find(["rloo"], scale_rewards=scale)
+    advantages: Tensor = function(rewards[None], counted=counted, all_reduce=all_reduce)
+    return advantages
 
 
 def normalise_globally(
@@ -87,7 +62,7 @@ def normalise_globally(
     `all_reduce` that sums a tensor over the ranks.
     """
     values = advantages.double()
-    mean, std = _global_moments(values[mask], all_reduce)
+    mean, std = global_moments(values[mask], all_reduce)
     is_zero = mean.abs() <= 4 * UNIT * std  # of rounded advantages: equal rewards stay at 0
     flat = (values == 0).all(dim=-1, keepdim=True) & is_zero
     return torch.where(mask & ~flat, (values - mean) / (std + EPSILON), 0.0).float()
@@ -125,7 +100,7 @@ def step_advantages(
         if len(steps) < 2:
             continue  # nothing to compare with: advantage 0, as for equal rewards
         rewards = torch.tensor([[reward for _, _, reward in steps]], dtype=torch.float64)
-        deviations = _deviations(rewards)[0]
+        deviations = deviations_from_mean(rewards)[0]
         normalised = deviations / (deviations.std() + EPSILON)
         rows = torch.tensor([row for row, _, _ in steps])
         columns = torch.tensor([end for _, end, _ in steps])
@@ -161,6 +136,10 @@ def rejection_sample(
     holds the prompt. `texts` (N, K), equal where candidates of a prompt have the same text, make
     the candidates of `rso` and `gumbel` a set, as RSO's are: a text is not drawn again before all
     others are. Without them it counts as often as it was sampled.
+
+    >>> options = {"num_keep": 2, "temperature": 0.5, "seed": 0}
+    >>> rejection_sample(torch.tensor([[0.1, 0.9, 0.2, 0.0]]), method="max_variance", **options)
+    tensor([[1, 3]])
     """
     check_choice("method", method, REJECTION_METHODS)
     if not 0 < num_keep <= rewards.shape[1]:
@@ -248,7 +227,9 @@ def _keep_max_variance(rewards: Tensor, num_keep: int) -> Tensor:
 
     Some i of at least 1 attains it, since moving a member away from the mean adds variance.
     """
-    ordered, candidates = _deviations(rewards).sort(dim=1, descending=True, stable=True)  # (N, K)
+    ordered, candidates = deviations_from_mean(rewards).sort(
+        dim=1, descending=True, stable=True
+    )  # (N, K)
     ranks = torch.arange(num_keep, device=rewards.device)
     from_below = rewards.shape[1] - num_keep + ranks
     options = torch.where(ranks <= ranks[:, None], ranks, from_below)  # row i - 1: i from the top
@@ -268,14 +249,14 @@ def are_equal(values: Tensor, magnitudes: Tensor, num_terms: int) -> Tensor:
     return (gaps <= errors + errors[..., :1]).all(dim=-1, keepdim=True)
 
 
-def _deviations(rewards: Tensor) -> Tensor:
+def deviations_from_mean(rewards: Tensor) -> Tensor:
     """Rewards (N, G) minus the mean of their row, in float64; exactly 0 in a row of equal ones."""
     relative = rewards.double() - rewards.double()[:, :1]
     relative = torch.where(are_equal(rewards, rewards.abs(), 2), 0.0, relative)
     return relative - relative.mean(dim=1, keepdim=True)
 
 
-def _global_moments(
+def global_moments(
     values: Tensor, all_reduce: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Mean and unbiased standard deviation of float64 values over all ranks, as scalars."""

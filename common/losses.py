@@ -54,6 +54,9 @@ def bradley_terry_loss(
 
     Stiennon et al. 2020, section 3.4; the margin (N,), by how much r_w should exceed r_l, is Llama
     2's (Touvron et al. 2023, eq. 2).
+
+    >>> bradley_terry_loss(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 3.0]))
+    tensor([0.6931, 2.1269])
     """
     difference = precise(chosen_rewards) - precise(rejected_rewards)
     return -F.logsigmoid(difference if margin is None else difference - margin)
@@ -69,61 +72,16 @@ def centering_penalty(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tenso
     return (precise(chosen_rewards) + precise(rejected_rewards)) ** 2
 
 
-# --- the DPO family -------------------------------------------------------------------------------
-# One function per loss, (N,) -> (N,). `logits` are D = (log pi_w - log pi_l) - (log ref_w - log
-# ref_l), of log-probs summed over the tokens; e is the chance that a label is wrong.
+# --- pairs ----------------------------------------------------------------------------------------
 
 
-def _logistic(logits: Tensor, e: float) -> Tensor:
-    """-(1 - e) log sigma(logits) - e log sigma(-logits)."""
+def logistic_loss(logits: Tensor, label_smoothing: float) -> Tensor:
+    """Logistic loss of labels that are wrong with chance e: the label_smoothing.
+
+    -(1 - e) log sigma(logits) - e log sigma(-logits), of the shape of the logits.
+    """
+    e = label_smoothing
     return -(1 - e) * F.logsigmoid(logits) - e * F.logsigmoid(-logits)
-
-
-def _sigmoid(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
-    """-(1 - e) log sigma(beta D) - e log sigma(-beta D).
-
-    DPO (Rafailov et al. 2023, eq. 7); with e > 0 conservative DPO (Mitchell 2023). `sigmoid_norm`
-    divides each log-prob in D by its completion's length (Tülu 3, Lambert et al. 2024, eq. 6).
-    """
-    return _logistic(beta * logits, e)
-
-
-def _robust(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
-    """[-(1 - e) log sigma(beta D) + e log sigma(-beta D)] / (1 - 2e) (Chowdhury et al. 2024).
-
-    Its mean over labels that are flipped with chance e is the loss on the true labels.
-    """
-    return _logistic(beta * logits, -e / (1 - 2 * e))
-
-
-def _ipo(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
-    """(D - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17)."""
-    return (logits - 1 / (2 * beta)) ** 2
-
-
-def _hinge(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
-    """max(0, 1 - beta D): RSO's hinge-norm (Liu et al. 2023, eq. 10)."""
-    return torch.relu(1 - beta * logits)
-
-
-def _simpo(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
-    """-log sigma(beta D - gamma), D = log pi_w / |y_w| - log pi_l / |y_l| (Meng et al. 2024, 6)."""
-    return _logistic(beta * logits - gamma, e)
-
-
-_PREFERENCE: dict[str, Callable[[Tensor, float, float, float], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "sigmoid_norm": _sigmoid,
-    "robust": _robust,
-    "ipo": _ipo,
-    "ipo_mean": _ipo,
-    "hinge": _hinge,
-    "simpo": _simpo,
-}
-PREFERENCE_LOSSES = tuple(_PREFERENCE)
-SMOOTHED_LOSSES = ("sigmoid", "sigmoid_norm", "robust", "simpo")  # those that use label_smoothing
-PER_TOKEN_LOSSES = ("sigmoid_norm", "ipo_mean", "simpo")  # log-probs over the completion's length
-REFERENCE_FREE_LOSSES = ("simpo",)  # D without log ref
 
 
 def preference_loss(
@@ -139,26 +97,32 @@ def preference_loss(
     rejected_lengths: Tensor | None = None,
     gamma: float = 0.0,
 ) -> Tensor:
-    """Loss (N,) of the DPO family on pairs of completions; the functions above hold the formulas.
+    """Loss (N,) of pairs, by a file of `common/objectives/preference`.
 
-    Log-probs are sums over the completion's tokens; `PER_TOKEN_LOSSES` divide them by the lengths
-    (N,). `beta` is how strongly the policy is tied to the reference, in `simpo` the reward's scale;
-    `label_smoothing` is e, in [0, 0.5), only for `SMOOTHED_LOSSES`; `gamma` is `simpo`'s margin.
+    Log-probs are sums over the completion's tokens. The lengths (N,), in tokens, are for losses
+    that divide by them. A setting that is 0 is not passed.
+
+    >>> chosen, rejected, reference = torch.tensor([[-10.0], [-14.0], [-12.0]])
+    >>> preference_loss(chosen, rejected, reference, reference, beta=0.25, loss_type="hinge")
+    tensor([0.])
     """
-    check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
-    if not 0 <= label_smoothing < 0.5 or (label_smoothing and loss_type not in SMOOTHED_LOSSES):
-        needed = f"lie in [0, 0.5), and be 0 but with {', '.join(SMOOTHED_LOSSES)}"
-        raise ValueError(f"label_smoothing is {label_smoothing} but must {needed}, not {loss_type}")
-    all_logps = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
-    if loss_type in PER_TOKEN_LOSSES:
-        lengths: list[Any] = [chosen_lengths, rejected_lengths] * 2
-        assert None not in lengths, f"{loss_type} averages over tokens: pass the lengths"
-        all_logps = [precise(logps) / n for logps, n in zip(all_logps, lengths, strict=True)]
-    chosen, rejected, ref_chosen, ref_rejected = map(precise, all_logps)
-    logits = chosen - rejected  # (N,)
-    if loss_type not in REFERENCE_FREE_LOSSES:
-        logits = logits - (ref_chosen - ref_rejected)
-    return _PREFERENCE[loss_type](logits, beta, label_smoothing, gamma)
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing} but must lie in [0, 0.5)")
+    settings = {"beta": beta, "label_smoothing": label_smoothing, "gamma": gamma}
+    objective = import_module("common.objectives.kinds").PreferenceLoss.find(
+        [loss_type], **{name: value for name, value in settings.items() if value}
+    )
+    chosen, rejected = precise(chosen_logps), precise(rejected_logps)
+    ref_chosen, ref_rejected = precise(ref_chosen_logps), precise(ref_rejected_logps)
+    if chosen_lengths is None or rejected_lengths is None:
+        assert not objective.is_per_token, f"{loss_type} averages over tokens: pass the lengths"
+        chosen_lengths = rejected_lengths = torch.ones_like(chosen)
+    loss: Tensor = objective(
+        torch.stack([chosen, rejected], -1),
+        torch.stack([ref_chosen, ref_rejected], -1),
+        torch.stack([chosen_lengths, rejected_lengths], -1),
+    )
+    return loss
 
 
 def sequence_logps(token_logps: Tensor, completion_mask: Tensor) -> Tensor:
@@ -190,6 +154,9 @@ def kl_estimate(token_logps: Tensor, ref_token_logps: Tensor, *, estimator: str 
     Times the `probability_ratio` at token level, `k1` and `k3` have the expected gradient of
     KL(pi || ref), also when the tokens were drawn from an older policy (DeepSeek-V3.2, 2025).
     Nothing is masked: the log-probs at padding have to be finite.
+
+    >>> kl_estimate(torch.tensor([0.4, 0.2]).log(), torch.tensor([0.2, 0.2]).log())
+    tensor([0.1931, 0.0000])
     """
     check_choice("estimator", estimator, KL_ESTIMATORS)
     return _KL[estimator](precise(ref_token_logps) - precise(token_logps))  # (B, C)
@@ -273,6 +240,10 @@ def aggregate(
 
     Without denominators the batch is the whole step and C the `max_length`; its rows are those of
     one prompt, or of prompts with `num_generations` each.
+
+    >>> per_token, mask = torch.tensor([[1.0, 3.0], [5.0, 0.0]]), torch.tensor([[1, 1], [1, 0]]) > 0
+    >>> [float(aggregate(per_token, mask, aggregation=name)) for name in AGGREGATIONS]
+    [3.5, 3.0, 2.25, 3.0]
     """
     check_choice("aggregation", aggregation, AGGREGATIONS)
     lengths = completion_mask.sum(dim=1)  # (B,)

@@ -68,7 +68,7 @@ class Run:
             distributed.print_rank0("--save_steps is 0: a killed run loses all its steps")
         self.logger = RunLogger(config, self.total_steps, self.step)
         self.profiler: Any = None
-        if config.profile and self.step < self.total_steps and distributed.is_rank0():
+        if config.profile_steps and self.step < self.total_steps and distributed.is_rank0():
             from common.record.profile import start_profiler
 
             self.profiler = start_profiler(config, self.total_steps - self.step, self.step)

@@ -5,7 +5,7 @@
 The policy samples `num_candidates` completions of every prompt of both splits, the reward functions
 score them, and `pair_method` says who is compared: `all` makes six pairs of four (Rafailov et al.
 2023, C.1). Writes `train.jsonl` and the held-out split's file to `output_dir`, which is then a
-`dataset_name`. The flags are those of DPO's `pairs_from rollouts`; the policy is not trained.
+`dataset_name`. The flags are those of DPO's `pair_method`; the policy is not trained.
 """
 
 from dataclasses import dataclass, replace

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common import advantages
+from common.objectives.kinds import Advantages
 
 EPSILON = 1e-4
 
@@ -80,20 +81,21 @@ def test_objectives_are_normalised_one_by_one_by_hand():
     first = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     second = torch.tensor([[0.0, 1.0], [5.0, 5.0]])
     unit = 0.5 / (math.sqrt(0.5) + EPSILON)
-    ours = advantages.weighted_group_advantages([first, second], [1.0, 1.0])
+    gdpo = Advantages.find(["gdpo"])
+    ours = gdpo(torch.stack([first, second]), [1.0, 1.0])
     close(ours, [[-2 * unit, 2 * unit], [-unit, unit]])
-    ours = advantages.weighted_group_advantages([first, second], [1.0, 0.5])
+    ours = gdpo(torch.stack([first, second]), [1.0, 0.5])
     close(ours, [[-1.5 * unit, 1.5 * unit], [-unit, unit]])
     summed = advantages.group_advantages(first + second)  # GRPO tells them apart no more
     assert (summed[0] - summed[1]).abs().max() < 1e-3
-    alone = advantages.weighted_group_advantages([REWARDS], [1.0])
+    alone = gdpo(REWARDS[None], [1.0])
     assert torch.equal(alone, advantages.group_advantages(REWARDS))
     # Objectives that cancel but for rounding teach nothing.
-    objectives = [REWARDS, REWARDS, REWARDS]  # 0.1 + 0.2 - 0.3 is 2.8e-17, in float32 7e-9
+    by_function = REWARDS.expand(3, -1, -1)  # 0.1 + 0.2 - 0.3 is 2.8e-17, in float32 7e-9
     weights = [0.1, 0.2, -0.3]
     terms = [w * advantages.group_advantages(REWARDS) for w in weights]
     assert sum(terms, torch.zeros(2, 4)).any()
-    assert not advantages.weighted_group_advantages(objectives, weights).any()
+    assert not gdpo(by_function, weights).any()
     steps, ends = [[0.1 + 0.2], [0.3]], [[1], [0]]
     mask = torch.ones(2, 2, dtype=torch.bool)
     assert not advantages.step_advantages(steps, ends, mask, num_generations=2).any()

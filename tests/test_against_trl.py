@@ -14,14 +14,11 @@ import trl_code
 from torch import Tensor
 
 from common import losses
-from common.advantages import group_advantages, normalise_globally, weighted_group_advantages
+from common.advantages import group_advantages, normalise_globally
 from common.forward import Policy
-from common.grpo.sampler_correction import (
-    SAMPLER_CORRECTIONS,
-    off_policy_mask,
-    sampler_weights,
-)
-from common.objectives.find import find_policy_objective
+from common.objectives.kinds import Advantages, PolicyObjective
+from common.objectives.policy.off_policy_mask import off_policy_mask
+from common.objectives.policy.sampler_weights import CORRECTIONS, sampler_weights
 from common.padding import padded_batch
 
 NUM_ROWS, NUM_COLUMNS = 12, 6
@@ -250,7 +247,7 @@ def test_share_of_clipped_tokens():
     stand_in = trl_code.grpo_trainer(logps, epsilon_high=0.28)
     trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, old_per_token_logps=OLD)
     (share,) = stand_in._metrics["train"]["clip_ratio/region_mean"]
-    objective = find_policy_objective("clip", epsilon_high=0.28)
+    objective = PolicyObjective.find(["clip"], epsilon_high=0.28)
     clipped = objective(logps, OLD, OLD, ADVANTAGES, MASK)[1]["clip_fraction"]
     assert 0 < clipped.sum().item() / MASK.sum().item() == pytest.approx(share)
 
@@ -270,7 +267,8 @@ SOFT = [
 @pytest.mark.parametrize(("options", "settings", "aggregation"), SOFT, ids=["cispo", "sapo"])
 def test_cispo_and_sapo(options: dict, settings: dict, aggregation: str, ratio_level: str):
     logps = policy_logps()
-    objective = find_policy_objective(**options, ratio_level=ratio_level)
+    bounds = {name: value for name, value in options.items() if name != "name"}
+    objective = PolicyObjective.find([options["name"]], **bounds, ratio_level=ratio_level)
     per_token, _ = objective(logps, OLD, OLD, ADVANTAGES, MASK)
     ours = losses.aggregate(per_token, MASK, aggregation=aggregation)
     settings = settings | {"importance_sampling_level": ratio_level}
@@ -280,9 +278,10 @@ def test_cispo_and_sapo(options: dict, settings: dict, aggregation: str, ratio_l
 def test_completions_far_from_the_sampler_are_left_out():
     """TRL compares with the sampler's log-probs, as DeepSeek-V3.2 does."""
     logps, sampled = policy_logps(), near(OLD, 5, spread=0.2)
-    kept = off_policy_mask(logps, sampled, ADVANTAGES, MASK, threshold=0.05)
-    assert 0 < (~kept[:, 0]).sum() < (ADVANTAGES < 0).sum()
-    per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK) * kept
+    loss = losses.policy_loss(logps, OLD, ADVANTAGES, MASK)
+    of_tokens = ADVANTAGES[:, None].expand_as(loss)
+    per_token, metrics = off_policy_mask(loss, logps, sampled, of_tokens, MASK, threshold=0.05)
+    assert 0 < metrics["off_policy_fraction"][:, 0].sum() < (ADVANTAGES < 0).sum()
     stand_in = trl_code.grpo_trainer(logps, off_policy_mask_threshold=0.05)
     behind = {"old_per_token_logps": OLD, "sampling_per_token_logps": sampled}
     trl = trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, **behind)
@@ -324,7 +323,7 @@ def test_gdpo():
     weights = [1.0, 0.3, -0.5]
     filled = rewards.clone()
     rewards[2, 1], filled[2, 1] = torch.nan, 0.0
-    summed = weighted_group_advantages(filled, weights)
+    summed = Advantages.find(["gdpo"])(filled, weights)
     ours = normalise_globally(summed, torch.ones_like(summed).bool(), lambda sums: sums)
     trl = trl_code.advantages(REWARDS, **trl_code.by_function(rewards, weights))
     torch.testing.assert_close(ours, trl, rtol=1e-5, atol=1e-5)
@@ -347,14 +346,13 @@ def test_kl_in_the_reward_is_trls_rloo():
 # ---- importance weights --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "correction", [c for c in SAMPLER_CORRECTIONS if c not in ("none", "geometric_mask")]
-)
+@pytest.mark.parametrize("correction", CORRECTIONS)
 def test_weights_of_another_sampler(correction: str):
     """Every token counts; TRL's weights of completions are (B, 1)."""
     sampled = near(REF, 4, spread=0.2)
     everything = torch.ones_like(MASK)
-    ours = sampler_weights(REF, sampled, everything, correction=correction, cap=1.3)
+    _, metrics = sampler_weights(REF, REF, sampled, everything, correction=correction, cap=1.3)
+    ours = metrics["sampler_weight"]
     outputs = trl_code.rollout(
         REWARDS[:3],
         token_logps=REF.float(),

@@ -24,15 +24,13 @@ from common.advantages import (
     EPSILON,
     group_advantages,
     normalise_globally,
-    weighted_group_advantages,
 )
 from common.forward import Policy, RewardModel
 from common.grpo import rollouts
 from common.grpo.config import GRPOConfig
 from common.model import load
-from common.objectives.find import find_policy_objective
+from common.objectives.kinds import PolicyObjective, PreferenceLoss
 from common.padding import padded_batch
-from train_dpo import DPOConfig, pair_losses
 
 
 def close(value: Any, expected: Any, tolerance: float = 1e-6) -> None:
@@ -173,9 +171,9 @@ def test_the_sft_term_of_rpo_counts_every_pair_alike():
     mask = torch.arange(3) < torch.tensor([3, 1, 2, 2])[:, None]  # two chosen, two rejected
     logps = torch.tensor([[-1.0, -2, -3], [-5, 0, 0], [-1, -1, 0], [-2, -1, 0]]).double()
     expected = math.log(2) + 0.5 * ((1 + 2 + 3) / 3 + 5) / 2  # D is 0
-    config = DPOConfig(output_dir="unused", model_name_or_path="unused", sft_weight=0.5)
+    objective = PreferenceLoss.find(["sigmoid", "sft"], beta=0.1)
     sums, lengths = (values.view(2, 2).T for values in (logps.sum(1), mask.sum(1)))  # (N, 2)
-    close(pair_losses(sums, sums, lengths, config).mean(), expected)
+    close(objective(sums, sums, lengths, [1.0, 0.5]).mean(), expected)
 
     settings = {"beta": BETA, "loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
     both = trl_code.dpo_loss(logps, logps, mask, **settings)
@@ -244,7 +242,7 @@ def test_cispo_bounds_the_ratio_at_one_plus_epsilon_high():
     ratios, log_pi = torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64), -2.0
     logps = torch.full_like(ratios, log_pi)
     old, advantages, mask = logps - ratios.log(), torch.tensor([3.0]).double(), MASK[:1]
-    objective = find_policy_objective("cispo", epsilon_high=0.28)
+    objective = PolicyObjective.find(["cispo"], epsilon_high=0.28)
     ours, _ = objective(logps, old, old, advantages, mask)
     close(ours, [[-0.5 * 3 * log_pi, -1.0 * 3 * log_pi, -1.28 * 3 * log_pi]])
     stand_in = trl_code.grpo_trainer(logps, loss_type="cispo", epsilon_high=0.28)
@@ -286,12 +284,12 @@ def test_a_reward_that_applies_to_part_of_a_group():
         output_dir="unused",
         model_name_or_path="unused",
         reward_funcs=["gold", "length"],
-        multi_objective_aggregation="normalize_then_sum",
+        advantages="gdpo",
     )
     by_function = {"first": rewards[0], "second": rewards[1]}
     everything = torch.ones(1, 3, dtype=torch.bool)
     objectives = rollouts.objective_rewards(rewards[1], by_function, everything, config)
-    summed = weighted_group_advantages(objectives, [1.0, 1.0])
+    summed = config.advantage_function(objectives, [1.0, 1.0])
     ours = normalise_globally(summed, everything, lambda sums: sums)
     close(ours, normalised(statistics.stdev([0.0, 1.0, 2.0])), 1e-4)
     settings = trl_code.by_function(rewards, [1.0, 1.0])

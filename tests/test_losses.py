@@ -17,13 +17,11 @@ from torch import Tensor
 
 from common import losses
 from common.advantages import group_advantages, normalise_globally
-from common.grpo.sampler_correction import (
-    SAMPLER_CORRECTIONS,
-    off_policy_mask,
-    sampler_drift,
-    sampler_weights,
-)
-from common.objectives.find import POLICY, find_policy_objective
+from common.objectives.kinds import PolicyObjective, PreferenceLoss
+from common.objectives.policy.geometric_mask import geometric_mask
+from common.objectives.policy.off_policy_mask import off_policy_mask
+from common.objectives.policy.sampler_drift import sampler_drift
+from common.objectives.policy.sampler_weights import CORRECTIONS, sampler_weights
 
 LN2 = math.log(2)
 SOFTPLUS_MINUS_1 = 0.31326168751822286  # -log sigma(1)
@@ -290,31 +288,32 @@ def test_sampler_weights_by_hand():
     # Ratios 4, 1, 1/8 and, under the mask, e^5: product 1/2. Then 2 and 1: product 2.
     log_ratio = torch.tensor([[2 * LN2, 0.0, -3 * LN2, 5.0], [LN2, 0.0, 5.0, 5.0]])
     mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
-    sampled = torch.full((2, 4), -2.0)
+    sampled, loss = torch.full((2, 4), -2.0), torch.where(mask, 3.0, 0.0)
     old = (sampled + log_ratio).requires_grad_()
+
+    def weights_of(function=sampler_weights, **settings):
+        weighted, metrics = function(loss, old, sampled, mask, **settings)
+        weights = metrics["sampler_weight"]
+        assert not weights.requires_grad
+        close(weighted, loss * weights)
+        return weights
+
     expected = {
-        "none": [[1.0, 1.0, 1.0], [1.0, 1.0]],
         "token_truncate": [[3.0, 1.0, 0.125], [2.0, 1.0]],
         "token_mask": [[0.0, 1.0, 0.0], [2.0, 1.0]],
         "sequence_truncate": [[0.5] * 3, [2.0] * 2],
         "sequence_mask": [[0.5] * 3, [2.0] * 2],
-        "geometric_mask": [[1.0] * 3, [1.0] * 2],  # means of 0.79 and 1.41
     }
-    assert set(expected) == set(SAMPLER_CORRECTIONS)
+    assert set(expected) == set(CORRECTIONS)
     for correction, rows in expected.items():
-        weights = sampler_weights(old, sampled, mask, correction=correction, cap=3.0)
-        assert not weights.requires_grad
+        weights = weights_of(correction=correction, cap=3.0)
         for row, kept, values in zip(weights, mask, rows, strict=True):
             close(row[kept], values)
-    options = {"cap": 1.5, "correction": "sequence_truncate"}
-    close(sampler_weights(old, sampled, mask, **options)[:, 0], [0.5, 1.5])
-    options["correction"] = "sequence_mask"
-    close(sampler_weights(old, sampled, mask, **options)[:, 0], [0.0, 0.0])
-    close(sampler_weights(old, sampled, mask, floor=0.4, **options)[:, 0], [0.5, 0.0])
-    options["correction"] = "geometric_mask"
-    for cap, floor, kept in ((1.3, 0.0, [1, 0]), (1.5, 0.8, [0, 1]), (1.3, 0.8, [0, 0])):
-        options |= {"cap": cap, "floor": floor}
-        close(sampler_weights(old, sampled, mask, **options)[:, 0], kept)
+    close(weights_of(cap=1.5, correction="sequence_truncate")[:, 0], [0.5, 1.5])
+    close(weights_of(cap=1.5, correction="sequence_mask")[:, 0], [0.0, 0.0])
+    close(weights_of(cap=1.5, correction="sequence_mask", floor=0.4)[:, 0], [0.5, 0.0])
+    for high, low, kept in ((2.0, 0.5, [1, 1]), (1.3, 0.7, [1, 0]), (1.5, 0.8, [0, 1])):
+        close(weights_of(geometric_mask, high=high, low=low)[:, 0], kept)  # means 0.79 and 1.41
 
 
 def test_a_negative_advantage_far_from_the_sampler_is_left_out():
@@ -325,29 +324,37 @@ def test_a_negative_advantage_far_from_the_sampler_is_left_out():
     )
     logps = (sampled - gaps).requires_grad_()
     mask = torch.arange(3) < torch.tensor([3, 3, 2, 1])[:, None]
-    advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])
-    kept = off_policy_mask(logps, sampled, advantages, mask, threshold=0.1)
-    assert kept.tolist() == [[False] * 3, [True] * 3, [True] * 3, [True] * 3]
-    everything = off_policy_mask(logps, sampled, advantages, mask, threshold=0.21)
-    assert everything.all()
-    nearer = off_policy_mask(2 * sampled - logps, sampled, advantages, mask, threshold=0.1)
-    assert nearer.all()  # a policy that has come to prefer what was sampled is not far
+    advantages = torch.tensor([[-1.0], [1.0], [-1.0], [-1.0]]).expand(4, 3)
+
+    def kept(logps: Tensor, advantages: Tensor, threshold: float) -> list[list[bool]]:
+        ones = torch.ones(4, 3)
+        loss, metrics = off_policy_mask(ones, logps, sampled, advantages, mask, threshold=threshold)
+        close(loss, 1.0 - metrics["off_policy_fraction"].float())
+        return loss.bool().tolist()
+
+    assert kept(logps, advantages, 0.1) == [[False] * 3, [True] * 3, [True] * 3, [True] * 3]
+    everything = [[True] * 3] * 4
+    assert kept(logps, advantages, 0.21) == everything
+    # a policy that has come to prefer what was sampled is not far
+    assert kept(2 * sampled - logps, advantages, 0.1) == everything
     of_tokens = torch.tensor([[-1.0, 0.0, 1.0]]).expand(4, 3)
-    kept = off_policy_mask(logps, sampled, of_tokens, mask, threshold=0.1)
-    assert kept.tolist() == [[False, True, True]] * 2 + [[True] * 3] * 2
+    assert kept(logps, of_tokens, 0.1) == [[False, True, True]] * 2 + [[True] * 3] * 2
 
 
 def test_drift_pulls_the_log_prob_back_to_that_of_the_sampler():
-    sampled = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
-    logps = torch.tensor([[-1.5, -2.0, -1.0]], requires_grad=True)
-    drift = sampler_drift(logps, sampled)
-    close(drift, [[0.25, 0.0, 4.0]])
-    drift.sum().backward()
-    close(logps.grad, [[-1.0, 0.0, 4.0]])
-    assert sampled.grad is None
+    sampled = torch.tensor([[-1.0, -2.0, -3.0, -4.0]])
+    logps = torch.tensor([[-1.5, -2.0, -1.0, 0.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, True, False]])
+    loss = sampler_drift(torch.ones(1, 4), logps, sampled, mask, coef=0.5)
+    close(loss, [[1.125, 1.0, 3.0, 1.0]])
+    loss.sum().backward()
+    close(logps.grad, [[-0.5, 0.0, 2.0, 0.0]])
 
 
 # ---- policy objective ----------------------------------------------------------------------------
+
+
+OBJECTIVES = ("cispo", "clip", "dppo", "gspo", "sapo")
 
 
 def test_policy_gradient_at_ratio_one_is_reinforce():
@@ -364,8 +371,8 @@ def test_policy_gradient_at_ratio_one_is_reinforce():
         for old in (logps, logps.detach()):
             loss = losses.policy_loss(logps, old, advantages, mask, ratio_level=ratio_level)
             close(loss, -advantages[:, None] * mask)
-            for objective in POLICY:
-                loss_of = find_policy_objective(objective)
+            for objective in OBJECTIVES:
+                loss_of = PolicyObjective.find([objective])
                 values, _ = loss_of(logps, old, old, advantages, mask)
                 total = losses.aggregate(values, mask, aggregation="token")
                 (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
@@ -451,19 +458,20 @@ def test_an_objective_by_hand(old_logp, ratio, advantage, loss, slope, is_clippe
     mask = torch.tensor([[True, False]])
     old = torch.tensor([[old_logp, torch.nan]])
     logps = torch.tensor([[old_logp + math.log(ratio), 0.0]], requires_grad=True)
-    objective = find_policy_objective(**{"name": "clip"} | options)
+    settings = {name: value for name, value in options.items() if name != "name"}
+    objective = PolicyObjective.find([name := options.get("name", "clip")], **settings)
     ours, metrics = objective(logps, old, old, torch.tensor([advantage]), mask)
     close(ours, [[loss, 0.0]])
     ours.sum().backward()
     close(logps.grad, [[slope, 0.0]])
-    if objective.name != "sapo":  # which has no bound
+    if name != "sapo":  # which has no bound
         assert metrics["clip_fraction"].tolist() == [[is_clipped, False]]
 
 
 def clipped_tokens(
     name: str, logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **settings: float
 ) -> Tensor:
-    objective = find_policy_objective(name, **settings)
+    objective = PolicyObjective.find([name], **settings)
     return objective(logps, old, old, advantages, mask)[1]["clip_fraction"]
 
 
@@ -654,18 +662,18 @@ def test_unusable_options_are_refused_with_the_values_allowed():
         (lambda: preference(label_smoothing=0.5), "0.5 but must lie"),
         (
             lambda: preference(loss_type="ipo", label_smoothing=0.1),
-            "0.1 but must .* be 0 but with sigmoid, sigmoid_norm, robust, simpo, not ipo",
+            "ipo has no setting 'label_smoothing'; its settings are beta",
         ),
         (lambda: losses.kl_estimate(logps, logps, estimator="k4"), "'k4'.*k1, k2, k3"),
         (lambda: policy(ratio_level="word"), "'word'.*token, sequence"),
         (lambda: policy(delta=1.1), "delta is 1.1.*1 \\+ epsilon_high = 1.2"),
         (
-            lambda: find_policy_objective("cispo", delta=3.0),
+            lambda: PolicyObjective.find(["cispo"], delta=3.0),
             "cispo has no setting 'delta'; its settings are epsilon_high, ratio_level",
         ),
-        (lambda: find_policy_objective("ppo"), "'ppo'.*cispo, clip, dppo, gspo, sapo"),
+        (lambda: PolicyObjective.find(["ppo"]), "'ppo'.*cispo, clip, dppo, .*gspo, .*sapo"),
         (
-            lambda: sampler_weights(logps, logps, mask, correction="tis", cap=2.0),
+            lambda: sampler_weights(logps, logps, logps, mask, correction="tis", cap=2.0),
             "'tis'.*token_truncate",
         ),
         (lambda: losses.aggregate(logps, mask, aggregation="mean"), "'mean'.*grpo"),
@@ -673,6 +681,8 @@ def test_unusable_options_are_refused_with_the_values_allowed():
     for call, message in refusals:
         with pytest.raises(ValueError, match=message):
             call()
-    for loss_type in losses.PER_TOKEN_LOSSES:
+    per_token = [n for n in PreferenceLoss.built_in() if PreferenceLoss.find([n]).is_per_token]
+    assert per_token == ["ipo_mean", "sft", "sigmoid_norm", "simpo"]
+    for loss_type in per_token:
         with pytest.raises(AssertionError, match="lengths"):
             losses.preference_loss(*LOGPS, beta=0.5, loss_type=loss_type)

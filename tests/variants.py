@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from common.grpo.sampler_correction import SAMPLER_CORRECTIONS
 from common.losses import AGGREGATIONS
 from common.model.load import HEAD_INITS
+from common.objectives.policy.sampler_weights import CORRECTIONS
 from common.record.jsonl import read_jsonl
 from common.text import synthetic
 from tests.ranks import (
@@ -82,9 +82,16 @@ OF_STAGE: dict[str, Flags] = {
     },
 }
 OFF_POLICY: Flags = {"num_iterations": 2}  # the ratio leaves 1
+
+
+def behind(name: str, *arguments: str) -> Flags:
+    """The clip, and a file that changes its loss."""
+    return {"policy_objective": ["clip", name], "objective_args": [*arguments]}
+
+
 MANY: Flags = {"num_candidates": 5}
 ROLLOUTS: Flags = {
-    "pairs_from": "rollouts",
+    "pair_method": "rso_tournament",
     "reward_funcs": ["LETTERS"],
     "max_completion_length": 8,
     "missing_eos_penalty": -0.2,
@@ -110,10 +117,10 @@ VARIANTS: dict[str, list[Flags]] = {
         {"loss_type": ["ipo"]},
         {"loss_type": ["ipo_mean"], "beta": 2.0},
         {"loss_type": ["hinge"]},
-        {"loss_type": ["simpo"], "beta": 2.0, "gamma": 0.5},
+        {"loss_type": ["simpo"], "beta": 2.0, "objective_args": ["gamma=0.5"]},
         {"loss_type": ["sigmoid", "ipo", "hinge"], "loss_weights": [1.0, 0.02, 0.5]},
         {"reference_free": True},
-        {"sft_weight": 0.3},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
         {"ref_model_name_or_path": "OTHER"},
         {**ROLLOUTS, "num_candidates": 6, "num_generations": 2, "rejection_temperature": 0.3},
         {**ROLLOUTS, "pair_method": "best_worst", "temperature": 0.7},
@@ -132,8 +139,8 @@ VARIANTS: dict[str, list[Flags]] = {
         {**OFF_POLICY, "policy_objective": "sapo", "objective_args": ["tau_pos=5"]},
         {**OFF_POLICY, "policy_objective": "sapo", "objective_args": ["tau_neg=5"]},
         {**OFF_POLICY, "policy_objective": "dppo", "epsilon_low": 1e-3, "epsilon_high": 1e-3},
-        {**OFF_POLICY, "off_policy_mask_threshold": 1e-3},
-        {**OFF_POLICY, "sampler_drift_coef": 0.1},
+        {**OFF_POLICY, **behind("off_policy_mask", "threshold=1e-3")},
+        {**OFF_POLICY, **behind("sampler_drift", "coef=0.1")},
         {**OFF_POLICY, "policy_objective": "gspo", "epsilon_low": 0.01, "epsilon_high": 0.2},
         {**OFF_POLICY, "epsilon_low": 0.01, "epsilon_high": 0.02},
         {**OFF_POLICY, "epsilon_high": 0.01, "objective_args": ["delta=1.02"]},
@@ -141,33 +148,34 @@ VARIANTS: dict[str, list[Flags]] = {
         {"scale_rewards": "batch"},
         {"scale_rewards": "none"},
         {"scale_rewards": "mean", "missing_eos_penalty": 0.0},
-        {"advantage_baseline": "leave_one_out"},
+        {"advantages": "rloo", "scale_rewards": "group"},
         {"penalize_missing_eos": False},
         {"normalize_globally": True},
         {"kl_estimator": "k2"},
         {"kl_estimator": "full"},
-        {**OFF_POLICY, "kl_estimator": "k1", "kl_correction": True},
-        {**OFF_POLICY, "kl_correction": True},
-        {"kl_estimator": "k1", "kl_in": "reward"},
+        {**OFF_POLICY, "kl_estimator": "k1_ratio"},
+        {**OFF_POLICY, "kl_estimator": "k3_ratio"},
+        {"kl_estimator": "k1_reward"},
         {"entropy_coef": 0.05},
         {"zero_variance": "drop"},
         {"zero_variance": "resample", "max_resamples": 2},
         {"mask_truncated_completions": True},
         {"overlong_buffer": 6},
-        *({"sampler_correction": name} for name in SAMPLER_CORRECTIONS if name != "none"),
-        {"sampler_correction": "token_mask", "sampler_correction_cap": 1.5},
-        {"sampler_correction": "geometric_mask", "sampler_correction_floor": 0.99},
+        *(behind("sampler_weights", f"correction={name}") for name in CORRECTIONS),
+        behind("geometric_mask"),
+        behind("sampler_weights", "correction=token_mask", "cap=1.5"),
+        behind("geometric_mask", "low=0.99"),
         MANY,
         {**MANY, "baseline": "kept", "rejection_temperature": 0.2},
         {**MANY, "rejection_method": "gumbel"},
-        {**MANY, "distinct_candidates": True},
+        {**MANY, "rejection_method": "rso_distinct"},
         {**MANY, "rejection_method": "max_variance"},
         {"reward_funcs": ["STEPS"]},
         {"reward_funcs": ["LETTERS", "gold"], "reward_weights": [0.5, 1.0]},
         {
             "reward_funcs": ["LETTERS", "gold"],
             "reward_weights": [0.5, 1.0],
-            "multi_objective_aggregation": "normalize_then_sum",
+            "advantages": "gdpo",
         },
         {"temperature": 0.7},
         {"top_k": 20},

@@ -18,6 +18,7 @@ REPORT_TO = ("none", "wandb", "tensorboard")
 AUTO = "auto"
 SMALLEST_TEMPERATURE = 1e-6  # logits are divided by it
 WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # see `operator`
+OBJECTIVE_ARGS = "settings of objectives, as NAME=VALUE (their list: --help behind a name)"
 SPEED = "speed, memory and sharding: none but bf16 changes a loss"
 WATCHING = "logging, evaluation, checkpoints"
 

@@ -2,18 +2,26 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from common.errors import ROOT, hint
 
 PAGE = ROOT / "docs" / "from-trl.md"  # its tables have TRL's and transformers' flags, and ours
+CHANGES = ROOT / "CHANGELOG.md"  # its tables have our flags that are gone, and what to write
 ROW = re.compile(r"^\| (`.+?) \| (`--.+?) \|", re.MULTILINE)
 ABSENT = re.compile(r"^- ((?:`\w+`[,\s]*)+):\s(.+?)\.$", re.MULTILINE | re.DOTALL)
 
 
-def page() -> str:
-    """The text of the page; empty without it."""
-    return PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
+def page(file: Path = PAGE) -> str:
+    """The text of a page; empty without it."""
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def replacement(name: str) -> str:
+    """The changelog's words for a flag that is gone; empty for other names."""
+    rows = re.findall(r"^ *\| (`--.+?) \| (.+?) \|$", page(CHANGES), re.MULTILINE)
+    return next((text for flags, text in rows if f"`--{name}`" in flags), "")
 
 
 def counterparts(name: str, flags: Sequence[str]) -> list[str]:
@@ -43,6 +51,8 @@ def answer(words: Sequence[Any], flags: Sequence[str]) -> str:
         advice = f": TRL's {name} is {here} here, see docs/from-trl.md"
     elif why := why_absent(name):
         advice = f": TRL's {name} is not here: {why}; see docs/from-trl.md"
+    elif text := replacement(name):
+        advice = f": it is gone, write {text}; see CHANGELOG.md"
     elif name.endswith((".yaml", ".yml")):
         advice = f": a recipe is given as --config {word}"
     else:

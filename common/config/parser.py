@@ -19,6 +19,7 @@ from common.errors import UserError, hint
 
 Config = TypeVar("Config")
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
+HELP = ("-h", "--help")
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 
 
@@ -43,7 +44,9 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     """
     argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
     usage = "%(prog)s [--config RECIPE] [--FLAG VALUE ...]"
-    parser = Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    layout = argparse.RawDescriptionHelpFormatter  # leaves the epilog's lines as they are
+    options: dict[str, Any] = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
+    parser = Parser(usage=usage, formatter_class=layout, **options)
     parser._negative_number_matcher = NEGATIVE_NUMBER
     parser.add_argument("--config", metavar="RECIPE", help="YAML file with values of these flags")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -51,7 +54,9 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
     for name, f in fields.items():
         add_flag(groups[titles[name]], f)
-    given = vars(parser.parse_known_args(argv)[0])
+    given = vars(parser.parse_known_args([word for word in argv if word not in HELP])[0])
+    if {*HELP} & {*argv}:
+        parser.epilog = describe_objectives(cls, given)
     recipe = recipe_arguments(given["config"], fields) if "config" in given else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
     if strays:
@@ -61,6 +66,19 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     config: Any = cls(**values)
     config.given = frozenset(values)
     return config  # type: ignore[no-any-return]
+
+
+def describe_objectives(cls: Any, flags: Mapping[str, Any]) -> str:
+    """The files of a stage's objectives, and the settings of those that are given."""
+    texts = []
+    for kind in cls.objective_kinds() if hasattr(cls, "objective_kinds") else []:
+        names = flags.get(kind.flag, [])
+        texts.append(f"files for --{kind.flag}: {', '.join(kind.built_in())}")
+        for function in kind.find([names] if isinstance(names, str) else names).functions:
+            texts.append(f"settings of {function.name}, as --objective_args or a flag:")
+            items = function.settings.items()
+            texts += [f"  {name}={value} ({type(value).__name__})" for name, value in items]
+    return "\n".join(texts)
 
 
 def underscored(word: str) -> str:

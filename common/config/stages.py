@@ -166,8 +166,9 @@ class TrainConfig(RowsConfig):
     logging_steps: int = free_flag(10, "steps between lines of metrics.jsonl", gt=0)
     eval_steps: int = free_flag(0, "steps between evaluations (0: at the end only)")
     num_sample_prompts: int = free_flag(3, "prompts in the printed table of samples (0: no table)")
-    profile: bool = free_flag(False, "record steps with torch.profiler, into output_dir/profile")
-    profile_steps: int = free_flag(3, "steps that profile records, after two of warm-up", gt=0)
+    profile_steps: int = free_flag(
+        0, "steps to record with torch.profiler, into output_dir/profile, after two of warm-up"
+    )
     save_steps: int = free_flag(0, "steps between checkpoints (0: none)")
     resume_from_checkpoint: str = free_flag(
         "auto",

@@ -35,6 +35,9 @@ def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[fl
     Unlike p +- z sqrt(p (1 - p) / n) it stays inside [0, 1], and has a width at p = 0 and 1.
     (scipy's takes whole numbers of successes only: here a tie is half of one.) `z` is the standard
     normal quantile, 1.96 for 95%.
+
+    >>> [round(end, 3) for end in wilson_interval(successes=8, total=10)]
+    [0.49, 0.943]
     """
     assert total > 0, "an interval needs trials"
     assert 0 <= successes <= total, f"{successes} successes in {total} trials"

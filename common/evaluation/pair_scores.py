@@ -8,7 +8,7 @@ from torch import Tensor
 
 from common.config.stages import TrainConfig
 from common.data import Example
-from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, wins
+from common.losses import wins
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
@@ -17,28 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImplicitReward:
-    """The reward by which a run's preference loss judges a completion; its flags decide.
+    """The reward by which a run's preference loss judges a completion.
 
-    beta (log pi - log ref) (Rafailov et al. 2023, eq. 5); per token with `PER_TOKEN_LOSSES`, and
-    without log ref with `REFERENCE_FREE_LOSSES` (SimPO, Meng et al. 2024, eq. 4). Of a sum of
-    losses: with the reference if one of them has it, per token if all are.
+    beta (log pi - log ref) (Rafailov et al. 2023, eq. 5); or without log ref, or per token (SimPO,
+    Meng et al. 2024, eq. 4), where the loss is. Of a sum of losses: with the reference if one of
+    them has it, per token if all are.
     """
 
-    loss_type: Sequence[str] = ("sigmoid",)  # one or several of `PREFERENCE_LOSSES`
     beta: float = 1.0
-    reference_free: bool = False  # every completion is as likely in the reference
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether any loss compares with the reference."""
-        return not self.reference_free and not set(self.loss_type) <= set(REFERENCE_FREE_LOSSES)
+    needs_reference: bool = True
+    is_per_token: bool = False
 
     def __call__(self, logps: Tensor, ref_logps: Tensor | None, lengths: Tensor) -> Tensor:
         """Rewards (N, 2) by log-probabilities (N, 2) and lengths (N, 2) in tokens."""
         if self.needs_reference and ref_logps is not None:
             logps = logps - ref_logps
-        is_per_token = set(self.loss_type) <= set(PER_TOKEN_LOSSES)
-        return self.beta * (logps / lengths if is_per_token else logps)
+        return self.beta * (logps / lengths if self.is_per_token else logps)
 
 
 def held_out_metrics(scores: Tensor, losses: Tensor) -> dict[str, float]:

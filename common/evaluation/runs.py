@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.evaluation.pair_scores import ImplicitReward
-from common.record.run_folder import read_config, read_metrics
+from common.record.run_folder import ENVIRONMENT, REWARD, read_config, read_metrics
 
 
 def folder_of_run(path: str) -> tuple[Path, float]:
@@ -35,10 +35,15 @@ def run_cost(run_dir: Path, last_step: float = math.inf) -> dict[str, float]:
 def reward_of_run(path: str) -> ImplicitReward:
     """The reward by which the run that wrote a policy judges pairs; of no run log(pi / ref)."""
     settings = config_of_run(path)
-    names = ("loss_type", "reference_free")
-    is_dpo = all(name in settings for name in names)
-    options = {name: settings[name] for name in names} if is_dpo else {}
-    return ImplicitReward(beta=settings.get("beta") or 1.0, **options)
+    if reward := settings and read_config(folder_of_run(path)[0], ENVIRONMENT).get(REWARD):
+        return ImplicitReward(**reward)
+    beta = settings.get("beta") or 1.0
+    if losses := {*settings.get("loss_type", [])}:  # a run of before 2026-11-28
+        needs_reference = not settings["reference_free"] and losses != {"simpo"}
+        return ImplicitReward(
+            beta, needs_reference, losses <= {"sigmoid_norm", "ipo_mean", "simpo"}
+        )
+    return ImplicitReward(beta)
 
 
 def reference_of_run(path: str) -> str:

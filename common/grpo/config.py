@@ -1,18 +1,27 @@
 """The configuration of GRPO: one flag per variant, and which of them exclude each other."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from common.advantages import BASELINES, REJECTION_METHODS, SCALES
-from common.config.flags import SMALLEST_TEMPERATURE, FrozenFlags, SampleTableFlags, flag, path_flag
+from common.advantages import REJECTION_METHODS, SCALES
+from common.config.flags import (
+    OBJECTIVE_ARGS,
+    SMALLEST_TEMPERATURE,
+    FrozenFlags,
+    SampleTableFlags,
+    flag,
+    path_flag,
+)
 from common.config.stages import TrainConfig
-from common.grpo.sampler_correction import SAMPLER_CORRECTIONS
-from common.losses import AGGREGATIONS, KL_ESTIMATORS
+from common.losses import AGGREGATIONS
+from common.objectives.find import Objective, as_arguments, merged
 from common.sampling.vllm.config import EngineConfig
 
 if TYPE_CHECKING:
-    from common.objectives.find import PolicyObjective
+    from common.objectives.kinds import Advantages, PolicyObjective
 
+DISTINCT = "_distinct"  # end of a rejection method
 BOUNDS = ("epsilon_low", "epsilon_high")  # settings of objectives that are flags
 
 
@@ -47,28 +56,25 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     )
 
     _selection: ClassVar = "selection and advantages"
-    rejection_method: str = flag("rso", "how candidates are kept", REJECTION_METHODS)
+    rejection_method: str = flag(
+        "rso",
+        "how candidates are kept; distinct: from a set of texts, as RSO's paper does, not from all",
+        [*REJECTION_METHODS, f"rso{DISTINCT}", f"gumbel{DISTINCT}"],
+    )
     rejection_temperature: float = flag(
         0.5, "of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
     )
-    distinct_candidates: bool = flag(
-        False, "rso and gumbel draw from a set of texts, as RSO's paper does, not from all samples"
-    )
     baseline: str = flag("all", "mean over all candidates or the kept ones", ["all", "kept"])
-    advantage_baseline: str = flag(
-        "mean", "subtract the mean of the group, or of the other completions (RLOO)", BASELINES
+    advantages: str = path_flag(
+        "group",
+        "a file of common/objectives/advantages or file.py:function (your file is run as code)",
+        required=True,
     )
     scale_rewards: str = flag(
-        "group",
-        "divide by the standard deviation of the group, of the batch, or by none; mean: by the "
-        "group's mean reward (MaxRL)",
-        SCALES,
-    )
-    multi_objective_aggregation: str = flag(
-        "sum_then_normalize",
-        "weighted rewards are summed, then normalised; normalize_then_sum: normalised one by one, "
-        "then summed with their weights, then normalised over the batch (GDPO)",
-        ["sum_then_normalize", "normalize_then_sum"],
+        "",
+        "TRL's word for these advantages: group, batch, none or mean (MaxRL); of rloo, what it is "
+        "divided by (empty: nothing)",
+        ["", *SCALES],
     )
     normalize_globally: bool = flag(False, "normalise kept advantages again, over all ranks")
     zero_variance: str = flag(
@@ -94,18 +100,15 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     _objective: ClassVar = "objective"
     num_iterations: int = flag(1, "passes over the completions of a rollout", gt=0)
     num_minibatches: int = flag(1, "updates in a pass, each on its share of the prompts", gt=0)
-    policy_objective: str = path_flag(
-        "clip", "a file of common/objectives/policy; file.py:function (your file is run as code)"
+    policy_objective: list[str] = path_flag(
+        ["clip"],
+        "a file of common/objectives/policy or file.py:function (your file is run as code); behind "
+        "it files that change its loss, as sampler_weights",
+        required=True,
     )
-    objective_args: list[str] = flag([], "its settings, as tau_pos=1 (empty: its defaults)")
+    objective_args: list[str] = flag([], OBJECTIVE_ARGS)
     epsilon_low: float = flag(-1.0, "clip the ratio below 1 - it (-1: objective's default)", ge=-1)
     epsilon_high: float = flag(-1.0, "clip the ratio above 1 + it (-1: as above)", ge=-1)
-    off_policy_mask_threshold: float = flag(
-        0.0,
-        "completions with a negative advantage leave the policy term where the sampler's mean "
-        "log-prob is higher by more than this, nats per token (0: none do)",
-        ge=0,
-    )
     aggregation: str = flag(
         "grpo",
         "grpo: mean per completion, then over completions; token: over all tokens (DAPO); "
@@ -113,27 +116,14 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         AGGREGATIONS,
     )
     entropy_coef: float = flag(0.0, "weight of each token's entropy, which is subtracted", ge=0)
-    sampler_correction: str = flag(
-        "none", "weigh by trainer / sampler probability, truncated or masked", SAMPLER_CORRECTIONS
-    )
-    sampler_correction_cap: float = flag(
-        2.0, "largest weight, of geometric_mask the largest mean", ge=1
-    )
-    sampler_correction_floor: float = flag(0.0, "smallest weight of a mask (0: 1 / cap)", ge=0)
-    sampler_drift_coef: float = flag(
-        0.0, "weight of the squared log-ratio of policy to sampler, which is added", ge=0
-    )
 
     _reference: ClassVar = "tie to the reference"
     beta: float = flag(0.04, "weight of the KL to the reference, per nat (0: no reference)", ge=0)
     kl_estimator: str = flag(
-        "k3", "of the KL at each token; full: exact, over the vocabulary", (*KL_ESTIMATORS, "full")
-    )
-    kl_in: str = flag(
-        "loss", "add beta KL to the loss, or subtract it from the reward", ["loss", "reward"]
-    )
-    kl_correction: bool = flag(
-        False, "multiply the estimate by the ratio: its gradient is then that of the KL"
+        "k3",
+        "of the KL at each token; full: exact, over the vocabulary; k1_ratio, k3_ratio: times the "
+        "probability ratio, the gradient is then that of the KL; k1_reward: leaves the reward",
+        ["k2", "k3", "full", "k1_ratio", "k3_ratio", "k1_reward"],
     )
     ref_model_name_or_path: str = path_flag("", "frozen reference (empty: model_name_or_path)")
     ref_update_steps: int = flag(0, "steps between updates of the reference (0: none)")
@@ -162,24 +152,37 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         if slash and kind.endswith("reward") and function not in functions:
             raise self.refused("metric_for_best_model", f"{kind}/ and one of {[*functions]}")
         refuse_rollouts(self)
+        if self.advantages == "group" and self.scale_rewards:
+            self.advantages = self.scale_rewards
         for name in BOUNDS:
             if -1 < getattr(self, name) < 0:
                 raise self.refused(name, "at least 0, or -1")
-        settings = self.objective.settings.copy()
+        settings = merged([self.objective.settings, self.advantage_function.settings])
         self.epsilon_low, self.epsilon_high = (settings.pop(name, -1.0) for name in BOUNDS)
-        self.objective_args = [f"{name}={value}" for name, value in settings.items()]
+        scale = self.advantages if self.advantages in SCALES else ""
+        self.scale_rewards = settings.pop("scale_rewards", scale)
+        self.objective_args = as_arguments(settings)
         refuse_objective(self)
         if self.beta > 0:
             refuse_reference(self)
-            refuse_kl(self)
+        if self.has_kl_in_reward:
+            refuse_kl_in_reward(self)
+
+    @staticmethod
+    def objective_kinds() -> list[type[Objective]]:
+        """The kinds of objectives of this stage."""
+        from common.objectives.kinds import Advantages, PolicyObjective
+
+        return [PolicyObjective, Advantages]
 
     @property
     def objective(self) -> "PolicyObjective":
         """The policy objective with its settings."""
-        from common.objectives.find import find_policy_objective
+        from common.objectives.kinds import Advantages, PolicyObjective
 
         bounds = {name: getattr(self, name) for name in BOUNDS if getattr(self, name) >= 0}
-        return find_policy_objective(self.policy_objective, self.objective_args, **bounds)
+        others = [*Advantages.find([self.advantages]).settings]
+        return PolicyObjective.find(self.policy_objective, self.objective_args, others, **bounds)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -192,14 +195,29 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         return self.num_iterations * self.num_minibatches
 
     @property
+    def advantage_function(self) -> "Advantages":
+        """The function of advantages with its settings."""
+        from common.objectives.kinds import Advantages, PolicyObjective
+
+        is_name = self.scale_rewards in ("", self.advantages)
+        scale = {} if is_name else {"scale_rewards": self.scale_rewards}
+        others = [*PolicyObjective.find(self.policy_objective).settings]
+        return Advantages.find([self.advantages], self.objective_args, others, **scale)
+
+    @property
     def is_multi_objective(self) -> bool:
-        """Whether each reward function is normalised by itself (GDPO)."""
-        return self.multi_objective_aggregation == "normalize_then_sum"
+        """Whether advantages are made of each reward function's rewards (GDPO)."""
+        return self.advantage_function.takes_each_function
 
     def objective_weights(self, num_objectives: int) -> list[float]:
-        """Weights of what is normalised: of the total, which has been weighted, 1."""
+        """Weights of what advantages are made of: of the total, which has been weighted, 1."""
         weights = self.reward_weights if self.is_multi_objective else []
         return weights or [1.0] * num_objectives
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether the KL leaves the reward, and is not in the loss."""
+        return self.beta > 0 and self.kl_estimator == "k1_reward"
 
     @property
     def has_exact_kl(self) -> bool:
@@ -208,11 +226,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
 
 
 def refuse_rollouts(config: GRPOConfig) -> None:
-    """Raise a UserError for settings of sampling, selection and objective that do not fit."""
-    if config.sampler_correction != "none" and (config.top_p < 1 or config.top_k > 0):
-        where = "with --top_p below 1 or --top_k above 0"
-        reason = "sampler and trainer have different supports"
-        raise config.refused("sampler_correction", f"none {where}: {reason}")
+    """Raise a UserError for settings of sampling and selection that do not fit."""
     if config.overlong_buffer >= config.max_completion_length:
         most = f"below --max_completion_length, {config.max_completion_length}"
         raise config.refused("overlong_buffer", most)
@@ -222,23 +236,24 @@ def refuse_rollouts(config: GRPOConfig) -> None:
 
 def refuse_objective(config: GRPOConfig) -> None:
     """Raise a UserError for flags that an objective does not go with."""
-    is_weighted = config.sampler_correction not in ("none", "geometric_mask")
-    if config.objective.corrects_sampler and is_weighted:
-        name = config.policy_objective
-        where = f"with --policy_objective {name}, whose ratio is that to the sampler"
-        raise config.refused("sampler_correction", f"none or geometric_mask {where}")
-    is_negative = config.penalize_missing_eos and config.missing_eos_penalty < 0
-    if config.scale_rewards == "mean" and is_negative:
-        raise config.refused("missing_eos_penalty", "at least 0 with --scale_rewards mean")
-    where = ""
-    if config.scale_rewards == "mean":
-        where = "with --scale_rewards mean, which needs rewards of at least 0"
-    elif config.is_multi_objective:
-        where = "with --multi_objective_aggregation normalize_then_sum, which has no term for it"
-    if where and config.overlong_buffer:
-        raise config.refused("overlong_buffer", f"0 {where}")
-    if where and config.kl_in == "reward":
-        raise config.refused("kl_in", f"loss {where}")
+    objective = config.objective
+    if objective.weighs_samples and objective.has_ratio_to_sampler:
+        raise objective.refused("has a ratio to the sampler, and weights by that ratio")
+    if objective.weighs_samples and (config.top_p < 1 or config.top_k > 0):
+        where = "with --top_p below 1 or --top_k above 0"
+        reason = "has no weights of samples: sampler and trainer have different supports"
+        raise objective.refused(f"{reason} {where}")
+    function = config.advantage_function
+    least, where = function.min_reward, f"with --advantages {config.advantages}"
+    if config.penalize_missing_eos and config.missing_eos_penalty < least:
+        raise config.refused("missing_eos_penalty", f"at least {least:g} {where}")
+    if least == -inf and not function.takes_each_function:
+        return
+    why = "which has no term for it" if function.takes_each_function else f"of rewards >= {least:g}"
+    if config.overlong_buffer:
+        raise config.refused("overlong_buffer", f"0 {where}, {why}")
+    if config.has_kl_in_reward:
+        raise config.refused("kl_estimator", f"another one {where}, {why}")
 
 
 def refuse_reference(config: GRPOConfig) -> None:
@@ -253,22 +268,9 @@ def refuse_reference(config: GRPOConfig) -> None:
         raise config.refused("ref_model_name_or_path", f"empty {where}: the policy's own move")
 
 
-def refuse_kl(config: GRPOConfig) -> None:
-    """Raise a UserError for a KL that does not fit where it is used."""
-    estimator = config.kl_estimator
-    if config.kl_correction and estimator not in ("k1", "k3"):
-        reason = "full is exact without it, and k2 times the ratio has another gradient than the KL"
-        raise config.refused("kl_correction", f"false with --kl_estimator {estimator}: {reason}")
-    if config.kl_in == "loss":
-        if estimator == "k1" and not config.kl_correction:
-            others = "k2, k3 or full, or with --kl_correction true or --kl_in reward"
-            raise config.refused("kl_estimator", f"{others}: as a loss its expected gradient is 0")
-        return
-    where = "with --kl_in reward"
-    if estimator != "k1":
-        raise config.refused("kl_estimator", f"k1 {where}")
-    if config.kl_correction:
-        raise config.refused("kl_correction", f"false {where}")
+def refuse_kl_in_reward(config: GRPOConfig) -> None:
+    """Raise a UserError where completions without a reference's log-prob have a reward."""
+    where = "with --kl_estimator k1_reward"
     if config.zero_variance != "keep":
         reason = "completions of equal rewards still differ in their KL"
         raise config.refused("zero_variance", f"keep {where}: {reason}")

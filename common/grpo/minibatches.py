@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common import data, distributed
-from common.advantages import normalise_globally, step_advantages, weighted_group_advantages
+from common.advantages import normalise_globally, step_advantages
 from common.forward import Policy, ReferenceStates
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates
@@ -202,7 +202,7 @@ def advantages(
     if selected.groups.steps:
         return advantages_of_steps(selected, config)
     objectives = selected.objectives  # (F, N, G), or with baseline all (F, N, K)
-    if config.beta > 0 and config.kl_in == "reward":
+    if config.has_kl_in_reward:
         # k1, log-probability under sampler minus reference: PPO's (Ziegler et al. 2019, eq. 2)
         assert ref_logps is not None, "the reference comes first"
         gaps = selected.rollouts.token_logps - ref_logps.cpu()  # (N*G, C)
@@ -214,17 +214,12 @@ def advantages(
         is_rounding = squares <= largest**2 * selected.lengths.sum(1)
         kl = kl.masked_fill((selected.flat & is_rounding)[:, None], 0.0)
         objectives = objectives - config.beta * kl
-    values = weighted_group_advantages(
-        objectives,
-        config.objective_weights(len(objectives)),
-        scale=config.scale_rewards,
-        baseline=config.advantage_baseline,
-        counted=selected.counted.any(1),
-        all_reduce=distributed.all_reduce_sum,
-    )
+    weights, counted = config.objective_weights(len(objectives)), selected.counted.any(1)
+    function = config.advantage_function
+    values = function(objectives, weights, counted, distributed.all_reduce_sum)
     if config.baseline == "all":
         values = values.gather(1, selected.indices)  # (N, G)
-    if config.normalize_globally or config.is_multi_objective:
+    if config.normalize_globally or function.normalizes_globally:
         values = normalise_globally(values, selected.counted, distributed.all_reduce_sum)
     return values
 

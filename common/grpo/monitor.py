@@ -1,7 +1,7 @@
 """Metrics, warnings and tables of samples of GRPO's steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +12,13 @@ from common.advantages import (
     effective_sample_size,
     eos_penalty,
     num_candidates_seen,
-    weighted_group_advantages,
 )
 from common.data import Example
 from common.errors import EngineError
 from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates, objective_rewards, rejection_options, reward
+from common.losses import masked_sum
 from common.record.metrics import Accumulator
 
 if TYPE_CHECKING:
@@ -57,12 +57,8 @@ def show_samples(
     scored = reward(scorer, examples, rollouts, config, step, logger.total_steps)
     has_stop = rollouts.has_stop.view(scored.total.shape)
     objectives = objective_rewards(scored.total, scored.by_function, has_stop, config)  # (F, N, G)
-    advantages = weighted_group_advantages(
-        objectives,
-        config.objective_weights(len(objectives)),
-        scale=config.scale_rewards,
-        baseline=config.advantage_baseline,
-    )  # (N, G)
+    weights = config.objective_weights(len(objectives))
+    advantages = config.advantage_function(objectives, weights)  # (N, G), of these prompts alone
     by_function = {f"{FUNCTION_PREFIX}{name}": r for name, r in scored.by_function.items()}
     rewards = {"reward": scored.total, **by_function, "advantage": advantages}
     columns: dict[str, list[Any]] = {
@@ -95,7 +91,7 @@ class StepMonitor:
         """Nothing is recorded yet, and there was no warning."""
         self.metrics, self.config = metrics, config
         self.warned: set[str] = set()  # causes
-        # Of the sampler correction in this step, (B, C), with the mask of each micro-batch
+        # Of the samples of this step, (B, C), with the mask of each micro-batch
         self.weights: list[tuple[Tensor, Tensor]] = []
 
     def record(self, selected: SelectedCandidates, advantages: Tensor, step: int) -> None:
@@ -134,12 +130,22 @@ class StepMonitor:
         if config.zero_variance == "resample":
             self.metrics.add_values(replaced_groups=groups.num_replaced)
 
+    def record_objective(
+        self, metrics: Mapping[str, Tensor], mask: Tensor, num_tokens: Tensor, *, is_new: bool
+    ) -> None:
+        """Record an objective's metrics (B, C), and if `is_new` its sampler weights."""
+        for name, values in metrics.items():
+            if name != "sampler_weight":
+                self.metrics.add(name, masked_sum(values, mask), num_tokens)
+            elif is_new:
+                self.weights.append((values, mask))
+
     def end_updates(self) -> None:
         """Record the effective sample size of the weights, over the number of tokens. Collective.
 
         Kish's (sum w)^2 / (n sum w^2) over the tokens of all ranks: 1 where all weights are equal.
         """
-        if self.config.sampler_correction == "none":
+        if not self.weights:  # on no rank then: all have equally many micro-batches
             return
         sums = torch.zeros(3, dtype=torch.float64, device=distributed.device())
         for weights, mask in self.weights:

@@ -25,7 +25,7 @@ from common.advantages import (
 )
 from common.data import Example
 from common.errors import UserError
-from common.grpo.config import GRPOConfig
+from common.grpo.config import DISTINCT, GRPOConfig
 from common.noise import derive_seed, hash_counters, permutation
 
 if TYPE_CHECKING:
@@ -105,17 +105,18 @@ def reward(
     if steps:
         refuse_with_steps(config)
         steps = penalise_steps(steps, ends, rollouts.has_stop.tolist(), eos)
-    if config.scale_rewards == "mean" and (rewards < 0).any():
-        raise UserError(f"a reward is {rewards.min():g}; --scale_rewards mean needs 0 or more.")
+    least = (function := config.advantage_function).min_reward
+    if (rewards < least).any():
+        raise function.refused(f"takes rewards of at least {least:g}; one is {rewards.min():g}")
     return replace(scored, total=rewards, steps=steps)
 
 
 def objective_rewards(
     total: Tensor, by_function: Mapping[str, Tensor], has_stop: Tensor, config: GRPOConfig
 ) -> Tensor:
-    """Rewards (F, N, K) of the F objectives: the total (F = 1), or each function's (GDPO).
+    """Rewards (F, N, K) that advantages are made of: the total (F = 1), or each function's (GDPO).
 
-    Each objective is normalised by itself. A reward of GDPO is the `missing_eos_penalty` without a
+    A reward of GDPO is the `missing_eos_penalty` without a
     stop token, and the mean of its group where the function does not apply.
     """
     if not config.is_multi_objective:
@@ -130,13 +131,12 @@ def objective_rewards(
 def refuse_with_steps(config: GRPOConfig) -> None:
     """Raise a UserError for flags that mean nothing where functions reward steps."""
     plain = {
-        "scale_rewards": "group",
-        "multi_objective_aggregation": "sum_then_normalize",
-        "advantage_baseline": "mean",
+        "advantages": "group",
         "normalize_globally": False,
-        "kl_in": "loss",
         "zero_variance": "keep",
     }
+    if config.has_kl_in_reward:
+        plain["kl_estimator"] = "k3"
     for name, value in plain.items():
         if getattr(config, name) != value:
             raise UserError(
@@ -167,11 +167,12 @@ def select(groups: Groups, config: GRPOConfig, step: int) -> SelectedCandidates:
 
 def rejection_options(groups: Groups, config: GRPOConfig, step: int) -> dict[str, Any]:
     """Arguments by keyword of `rejection_sample` and of `num_candidates_seen`."""
-    is_set = config.distinct_candidates
+    method = config.rejection_method.removesuffix(DISTINCT)
+    is_set = method != config.rejection_method
     return {
         "num_keep": config.num_generations,
         "temperature": config.rejection_temperature,
-        "method": config.rejection_method,
+        "method": method,
         # The noise is a function of the prompt, not of its slot in the batch.
         "seed": hash_counters(derive_seed(config.seed, "selection", step), groups.rows),
         "texts": groups.rollouts.numbered(len(groups.rows)) if is_set else None,

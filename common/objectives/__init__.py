@@ -1,17 +1,14 @@
 """Objectives: a file for each paper, with a function of the file's name, or `mine.py:function`.
 
+    policy/      losses of GRPO's tokens, and behind them files that change such a loss
+    preference/  losses of DPO's pairs
+    advantages/  GRPO's advantages
+
     def mine(logps, old_logps, advantages, mask, *, bound=2.0):
 
-It names the tensors that it takes, (B, C) each, in float32, and returns the loss of each token,
-(B, C), to be minimised, and 0 where the mask is False; or that and a dict of metrics, (B, C) each,
-which are logged as means over the tokens. Keyword-only arguments with a default are its settings,
-see `--objective_args`; a ValueError refuses one.
+A function names what it takes; docs/objectives.md lists it by kind. Keyword-only arguments with a
+default are its settings, see `--objective_args`; a ValueError refuses one. Tensors are float32, or
+float64 in tests.
 
-    logps          log-probs of the tokens under the policy: the loss's gradient comes from them
-    old_logps      the same before the updates on these tokens
-    sampled_logps  the same of the sampler; taken in the place of old_logps, they correct for it
-    advantages     of the tokens
-    mask           bool, True = the token counts; the loss does not depend on others
-
-Face: `find.find_policy_objective`, `find.PolicyObjective`.
+Face: `kinds.PolicyObjective`, `kinds.PreferenceLoss`, `kinds.Advantages`.
 """

@@ -1,9 +1,10 @@
 """The configuration of DPO: one flag per variant, and which of them exclude each other."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from common.config.flags import (
+    OBJECTIVE_ARGS,
     SMALLEST_TEMPERATURE,
     CompletionFlags,
     FrozenFlags,
@@ -14,9 +15,15 @@ from common.config.flags import (
 from common.config.stages import RowsConfig, TrainConfig
 from common.errors import UserError
 from common.evaluation.pair_scores import ImplicitReward
-from common.losses import PREFERENCE_LOSSES, SMOOTHED_LOSSES
 from common.sampling.vllm.config import EngineConfig
 
+if TYPE_CHECKING:
+    from common.objectives.kinds import PreferenceLoss
+
+PAIRS = (
+    "rso_tournament: random pairs of what rejection sampling accepts; best_worst: one pair; all: "
+    "every pair"
+)
 PAIR_METHODS = ("rso_tournament", "best_worst", "all")
 
 
@@ -25,12 +32,7 @@ class RolloutPairConfig(FrozenFlags, RowsConfig, EngineConfig):
     """The flags of sampling preference pairs from a policy."""
 
     _pairs: ClassVar = "pairs"
-    pair_method: str = flag(
-        "rso_tournament",
-        "rso_tournament: random pairs of what rejection sampling accepts; best_worst: one pair; "
-        "all: every pair",
-        PAIR_METHODS,
-    )
+    pair_method: str = flag("rso_tournament", PAIRS, PAIR_METHODS)
     num_candidates: int = flag(8, "completions sampled per prompt")
     num_generations: int = flag(4, "rso_tournament: candidates accepted, twice the pairs; even")
     rejection_temperature: float = flag(
@@ -53,59 +55,70 @@ class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfi
     eval_metrics: ClassVar = ("eval_accuracy", "eval_loss", "eval_reward_margin")
 
     _objective: ClassVar = "objective"
-    loss_type: list[str] = flag(
-        ["sigmoid"], "one or several losses", PREFERENCE_LOSSES, required=True
+    loss_type: list[str] = path_flag(
+        ["sigmoid"],
+        "one or several files of common/objectives/preference, or file.py:function (your file is "
+        "run as code)",
+        required=True,
     )
     loss_weights: list[float] = flag([], "one per loss_type (empty: 1 each)", gt=0)
     beta: float = flag(
-        0.1, "strength of the pull to the reference, per nat; simpo: reward scale", gt=0
+        0.1, "strength of the pull to the reference, per nat; scale of implicit rewards", gt=0
     )
     label_smoothing: float = flag(0.0, "assumed share of wrongly labelled pairs", ge=0, lt=0.5)
-    gamma: float = flag(0.0, "simpo: margin by which the chosen reward should be the higher", ge=0)
-    sft_weight: float = flag(
-        0.0, "weight of the chosen completion's mean negative log-likelihood", ge=0
-    )
+    objective_args: list[str] = flag([], OBJECTIVE_ARGS)
 
     _reference: ClassVar = "reference"
     reference_free: bool = flag(False, "take every completion as equally likely in the reference")
     ref_model_name_or_path: str = path_flag("", "frozen reference (empty: model_name_or_path)")
 
     _pairs: ClassVar = "pairs"
-    pairs_from: str = flag(
-        "dataset", "dataset: its columns; rollouts: of the starting policy", ["dataset", "rollouts"]
+    pair_method: str = flag(
+        "dataset",
+        f"dataset: its columns; of completions that the starting policy samples: {PAIRS}",
+        ["dataset", *PAIR_METHODS],
     )
 
     def __post_init__(self) -> None:
         """Refuse values that no DPO run may have."""
+        from common.objectives.find import as_arguments
+
         super().__post_init__()
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
-        refuse_losses(self)
-        if self.pairs_from == "rollouts":
+        if self.loss_weights and len(self.loss_weights) != len(self.loss_type):
+            raise self.refused("loss_weights", "empty, or one number for each --loss_type")
+        settings = self.objective.settings
+        self.beta = settings.pop("beta", self.beta)
+        self.label_smoothing = settings.pop("label_smoothing", 0.0)
+        self.objective_args = as_arguments(settings)
+        if self.pair_method != "dataset":
             refuse_rollouts(self)
         elif self.reward_funcs:
-            raise self.refused("reward_funcs", "empty without --pairs_from rollouts")
+            raise self.refused("reward_funcs", "empty with --pair_method dataset")
+
+    @staticmethod
+    def objective_kinds() -> "list[type[PreferenceLoss]]":
+        """The kinds of objectives of this stage."""
+        from common.objectives.kinds import PreferenceLoss
+
+        return [PreferenceLoss]
 
     @property
     def implicit_reward(self) -> ImplicitReward:
-        """What pairs are judged by."""
-        return ImplicitReward(self.loss_type, self.beta, self.reference_free)
+        """The reward by which pairs are judged."""
+        objective = self.objective
+        needs_reference = objective.needs_reference and not self.reference_free
+        return ImplicitReward(self.beta, needs_reference, objective.is_per_token)
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether any loss compares with the reference."""
-        return self.implicit_reward.needs_reference
+    def objective(self) -> "PreferenceLoss":
+        """The losses with their settings."""
+        from common.objectives.kinds import PreferenceLoss
 
-
-def refuse_losses(config: DPOConfig) -> None:
-    """Raise a UserError for options of the objective that do not go together."""
-    unsmoothed = [name for name in config.loss_type if name not in SMOOTHED_LOSSES]
-    if config.loss_weights and len(config.loss_weights) != len(config.loss_type):
-        raise config.refused("loss_weights", "empty, or one number for each --loss_type")
-    if config.label_smoothing and unsmoothed:
-        where = f"with --loss_type {unsmoothed[0]}, which has no labels to smooth"
-        raise config.refused("label_smoothing", f"0 {where}")
-    if config.gamma and "simpo" not in config.loss_type:
-        raise config.refused("gamma", "0 without --loss_type simpo")
+        settings: dict[str, Any] = {"beta": self.beta}
+        if self.label_smoothing:
+            settings["label_smoothing"] = self.label_smoothing
+        return PreferenceLoss.find(self.loss_type, self.objective_args, **settings)
 
 
 def refuse_rollouts(config: RolloutPairConfig) -> None:

@@ -1,6 +1,6 @@
 """Time of a step by phase and operator: a few steps under torch.profiler.
 
-With `--profile true` rank 0 records `profile_steps` steps after two of warm-up and writes, into
+With `--profile_steps 3` rank 0 records so many steps after two of warm-up and writes, into
 `output_dir/profile`, `trace.json` (for https://ui.perfetto.dev or chrome://tracing) and
 `summary.md`. The labelled phases are those of `Accumulator.timed`.
 """

@@ -25,6 +25,7 @@ from common.record.jsonl import read_jsonl, write_atomically
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+REWARD = "implicit_reward"  # in environment.json: that of DPO's loss, by which pairs are judged
 REFERENCE_LOGPS = "ref_logps_{}.pt"  # of the training pairs, and of the held-out ones
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 
@@ -36,7 +37,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> dict[Path,
 
     from common.text import sources
 
-    installed = versions()
+    installed, reward = versions(), getattr(config, "implicit_reward", None)
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -55,6 +56,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> dict[Path,
             name: hashlib.sha256(file.read_bytes()).hexdigest()
             for name, file in user_files(config).items()
         },
+        **({REWARD: asdict(reward)} if reward else {}),
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
     texts = {

@@ -8,7 +8,6 @@ over all completions, all groups of G of them, all pairs. Nothing is sampled, so
 end of training is the objective's own. Losses and advantages are those of `common`.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.advantages import EPSILON, weighted_group_advantages
-from common.grpo.sampler_correction import off_policy_mask, sampler_drift, sampler_weights
+from common.advantages import EPSILON
 from common.losses import aggregate, kl_estimate, masked_sum, preference_loss
-from common.objectives.find import find_policy_objective
+from common.objectives.kinds import Advantages, PolicyObjective
 
 BETA = 0.5
 NUM_GENERATIONS = 4
@@ -82,35 +80,27 @@ def grpo(
     problem: Problem,
     logits: Tensor,
     *,
-    scale: str = "none",
-    baseline: str = "leave_one_out",
+    advantages: str = "rloo",
     kl: str = "k2",
     aggregation: str = "constant",
     objective: str = "clip",
+    arguments: str = "",
     sampler_temperature: float = 1.0,
-    correction: str = "none",
-    off_policy: float = math.inf,
-    drift: float = 0.0,
-    gdpo: bool = False,
 ) -> Tensor:
     """GRPO over all groups of completions drawn from the sampler, one update per rollout.
 
     Args:
         problem: What is optimised.
         logits: (S, V) of the policy.
-        scale: See `group_advantages`.
-        baseline: See `group_advantages`.
+        advantages: A file of `common/objectives/advantages`.
         kl: How the policy is tied to the reference. `k1`, `k2`, `k3`: the estimator times beta is
             added to the loss of a token. `full`: the exact KL of the token's distribution.
             `k3 x ratio`: k3 times pi / sg(pi), whose value is k3. `reward`: beta times the sum of
             k1 over a completion leaves its reward.
         aggregation: See `aggregate`; `constant` here is the sum over a completion's tokens.
-        objective: A file of `common/objectives/policy`.
+        objective: Files of `common/objectives/policy`.
+        arguments: Their settings.
         sampler_temperature: The sampler is the policy at this temperature: another one but for 1.
-        correction: See `sampler_weights`; the cap is 2.
-        off_policy: Threshold of the `off_policy_mask`.
-        drift: Weight of the `sampler_drift`.
-        gdpo: The reward is the sum of two, which are normalised one by one, and then their sum.
     """
     token_logps, ref = problem.token_logps(logits), problem.token_logps(problem.ref_logits)
     sampled = problem.token_logps(logits.detach() / sampler_temperature)
@@ -118,12 +108,9 @@ def grpo(
     rewards, mask = problem.rewards, problem.mask
     if kl == "reward":
         rewards = rewards - BETA * kl_estimate(sampled, ref, estimator="k1").sum(dim=1)
-    advantages = expected_advantages(rewards, probabilities, scale, baseline, gdpo=gdpo)  # (Y,)
-    loss = find_policy_objective(objective)
-    per_token, _ = loss(token_logps, token_logps, sampled, advantages, mask)
-    weights = sampler_weights(token_logps, sampled, mask, correction=correction, cap=2.0)  # (Y, C)
-    kept = off_policy_mask(token_logps, sampled, advantages, mask, threshold=off_policy)
-    per_token = per_token * weights * kept + drift * sampler_drift(token_logps, sampled)
+    expected = expected_advantages(rewards, probabilities, advantages)  # (Y,)
+    loss = PolicyObjective.find(objective.split(), arguments.split())
+    per_token, _ = loss(token_logps, token_logps, sampled, expected, mask)
     if kl != "reward":
         per_token = per_token + BETA * kl_in_loss(problem, logits, kl)
     # A completion counts as often as it is drawn. One sequence of length 1: a sum, no mean.
@@ -144,21 +131,22 @@ def kl_in_loss(problem: Problem, logits: Tensor, kl: str) -> Tensor:
     return kl_estimate(token_logps, ref, estimator=kl)
 
 
-def expected_advantages(
-    rewards: Tensor, probabilities: Tensor, scale: str, baseline: str, *, gdpo: bool = False
-) -> Tensor:
+def expected_advantages(rewards: Tensor, probabilities: Tensor, name: str) -> Tensor:
     """Mean advantage (Y,) of each completion over all groups of `NUM_GENERATIONS` that hold it.
 
-    GDPO's two rewards are 0.5 where the reward is above 0.5, and the rest.
+    The name is that of a file of `common/objectives/advantages`. GDPO's two rewards are 0.5 where
+    the reward is above 0.5, and the remainder.
     """
+    function = Advantages.find([name])
     groups = torch.cartesian_prod(*[torch.arange(len(rewards))] * NUM_GENERATIONS)  # (Y^G, G)
     is_high = 0.5 * (rewards > 0.5)
-    objectives = [is_high, rewards - is_high] if gdpo else [rewards]
-    in_groups = [objective[groups] for objective in objectives]
-    weights = [1.0] * len(objectives)
-    advantages = weighted_group_advantages(in_groups, weights, scale=scale, baseline=baseline)[:, 0]
+    is_split = function.takes_each_function
+    by_function = torch.stack([is_high, rewards - is_high] if is_split else [rewards])  # (F, Y)
+    moments = [(probabilities * rewards**power).sum() for power in (1, 2, 0)]  # of a draw
+    in_groups, weights = by_function[:, groups], [1.0] * len(by_function)
+    advantages = function(in_groups, weights, None, lambda _: 1e9 * torch.stack(moments))[:, 0]
     others = probabilities[groups[:, 1:]].prod(dim=1)  # chance of the rest, given the first
-    if gdpo:  # the mean over the batch is 0, as it is in every group
+    if function.normalizes_globally:  # the mean over the batch is 0, as it is in every group
         squares = advantages.double() ** 2 * others * probabilities[groups[:, 0]]
         others = others / (squares.sum().sqrt() + EPSILON)
     return (advantages.double() * others).view(len(rewards), -1).sum(dim=1)
@@ -204,9 +192,10 @@ Objective = Callable[[Problem, Tensor], Tensor]
 
 GRPO: dict[str, Objective] = {
     "KL in the reward, leave-one-out": partial(grpo, kl="reward"),
-    "KL in the reward, group mean": partial(grpo, kl="reward", baseline="mean"),
-    "KL in the reward, group mean and std": partial(
-        grpo, kl="reward", baseline="mean", scale="group"
+    "KL in the reward, group mean": partial(grpo, kl="reward", advantages="none"),
+    "KL in the reward, group mean and std": partial(grpo, kl="reward", advantages="group"),
+    "KL in the reward, group mean and std of the batch": partial(
+        grpo, kl="reward", advantages="batch"
     ),
     "KL in the reward, leave-one-out, mean per completion": partial(
         grpo, kl="reward", aggregation="grpo"
@@ -216,26 +205,31 @@ GRPO: dict[str, Objective] = {
     "`k3` times the ratio, leave-one-out": partial(grpo, kl="k3 x ratio"),
     "`k3` in the loss, leave-one-out": partial(grpo, kl="k3"),
     "`k1` in the loss, leave-one-out": partial(grpo, kl="k1"),
-    "`k2` in the loss, group mean": partial(grpo, kl="k2", baseline="mean"),
-    "`k2` in the loss, group mean and std": partial(grpo, kl="k2", baseline="mean", scale="group"),
+    "`k2` in the loss, group mean": partial(grpo, kl="k2", advantages="none"),
+    "`k2` in the loss, group mean and std": partial(grpo, kl="k2", advantages="group"),
     "GRPO as published: `k3`, group mean and std, mean per completion": partial(
-        grpo, kl="k3", baseline="mean", scale="group", aggregation="grpo"
+        grpo, kl="k3", advantages="group", aggregation="grpo"
     ),
 }
+DRIFT: dict[str, Any] = {"objective": "clip sampler_drift", "arguments": "coef=0.5"}
 HOT: dict[str, Any] = {"kl": "full", "sampler_temperature": 1.25}
 FURTHER: dict[str, Objective] = {
     "`sapo`, KL in the reward": partial(grpo, kl="reward", objective="sapo"),
     "`dppo`, KL in the reward": partial(grpo, kl="reward", objective="dppo"),
-    "drift to the sampler, KL in the reward": partial(grpo, kl="reward", drift=0.5),
-    "MaxRL, `full` in the loss": partial(grpo, kl="full", baseline="mean", scale="mean"),
-    "GDPO, `full` in the loss": partial(grpo, kl="full", baseline="mean", scale="group", gdpo=True),
+    "`cispo`, KL in the reward": partial(grpo, kl="reward", objective="cispo"),
+    "`gspo`, KL in the reward": partial(grpo, kl="reward", objective="gspo"),
+    "drift to the sampler, KL in the reward": partial(grpo, kl="reward", **DRIFT),
+    "MaxRL, `full` in the loss": partial(grpo, kl="full", advantages="mean"),
+    "GDPO, `full` in the loss": partial(grpo, kl="full", advantages="gdpo"),
     "sampler at temperature 1.25, `full` in the loss": partial(grpo, **HOT),
-    "the same, `token_truncate`": partial(grpo, **HOT, correction="token_truncate"),
-    "the same, `sequence_truncate`": partial(grpo, **HOT, correction="sequence_truncate"),
-    "the same, `geometric_mask`": partial(grpo, **HOT, correction="geometric_mask"),
+    "the same, `token_truncate`": partial(grpo, **HOT, objective="clip sampler_weights"),
+    "the same, `sequence_truncate`": partial(
+        grpo, **HOT, objective="clip sampler_weights", arguments="correction=sequence_truncate"
+    ),
+    "the same, `geometric_mask`": partial(grpo, **HOT, objective="clip geometric_mask"),
     "the same, `dppo`": partial(grpo, **HOT, objective="dppo"),
-    "the same, off-policy mask of 0.1": partial(grpo, **HOT, off_policy=0.1),
-    "the same, drift of 0.5": partial(grpo, **HOT, drift=0.5),
+    "the same, off-policy mask of 0.1": partial(grpo, **HOT, objective="clip off_policy_mask"),
+    "the same, drift of 0.5": partial(grpo, **HOT, **DRIFT),
 }
 PREFERENCE: dict[str, Objective] = {
     "DPO, pairs from the policy": preference,

@@ -169,6 +169,7 @@ def dpo(trace: Trace, config: Any) -> Record:
     tokens, columns = movement(trace)
     sums = torch.cat([call.result.detach() for call in trace.of("sequence_logps", "main")])  # (B,)
     refs = torch.cat([call.result for call in trace.of("of_batch")]).flatten()  # (B,)
+    losses = trace.of("sigmoid")[-len(trace.forwards) :]  # checks before the step call it too
     logits, logits_after = (
         (logps - refs)[::2] - (logps - refs)[1::2]
         for logps in (sums, columns["completion_logp_after"])
@@ -177,7 +178,7 @@ def dpo(trace: Trace, config: Any) -> Record:
         "logit": logits,
         "probability": (config.beta * logits).sigmoid(),
         "gradient_weight": config.beta * (-config.beta * logits).sigmoid(),
-        "pair_loss": torch.cat([call.result for call in trace.of("pair_losses")]),
+        "pair_loss": torch.cat([call.result for call in losses]),
         "logit_after": logits_after,
         "moved_as_wanted": logits_after > logits,
     }
@@ -211,11 +212,12 @@ def grpo(trace: Trace, config: Any) -> Record:
             one |= more | {"tokens": one["tokens"] | more["tokens"]}
             one["advantage"] = advantages[slot]
             one["moved_as_wanted"] = (one["factor"] - 1) * advantages[slot] > 0
-    if not (calls := trace.of("_deviations", "group_advantages")):
+    if selected.groups.steps:
         raise UserError(
             "a reward function rewards steps of a completion; the page has no formulas."
         )
-    rewards, deviations = calls[-1].arguments["rewards"], calls[-1].result
+    call = trace.of("deviations_from_mean", "group")[-1]
+    rewards, deviations = call.arguments["rewards"], call.result
     means = (rewards.double() - deviations)[:, 0]
     prompts = {"row": selected.groups.rows, "mean": means, "std": deviations.std(1)}
     return {"completions": found, "prompts": records(prompts)}

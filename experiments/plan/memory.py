@@ -207,7 +207,7 @@ def sampling_moments(run: Run, base: Parts) -> list[Moment]:
     What a server that samples takes is not counted.
     """
     config = run.config
-    if isinstance(config, DPOConfig) and config.pairs_from == "rollouts":
+    if isinstance(config, DPOConfig) and config.pair_method != "dataset":
         base = resident(run, [run.policy, *run.reward_models], trains=False)
     elif not isinstance(config, GRPOConfig):
         if not (isinstance(config, SamplingConfig) and config.num_sample_prompts):

@@ -89,7 +89,7 @@ class MicroBatch:
 def has_reference(config: TrainConfig) -> bool:
     """Whether a reference takes part, be it the policy without its adapters."""
     if isinstance(config, DPOConfig):
-        return config.needs_reference
+        return config.implicit_reward.needs_reference
     return isinstance(config, GRPOConfig) and config.beta > 0
 
 

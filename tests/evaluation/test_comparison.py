@@ -368,7 +368,7 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
         ("[1]", ImplicitReward()),
         (
             "{beta: 2, loss_type: [simpo], reference_free: false}",
-            ImplicitReward(["simpo"], 2, False),
+            ImplicitReward(2, False, True),
         ),
     ],
 )

@@ -338,7 +338,7 @@ def test_a_model_that_is_not_there_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize(
     ("stage", "flag"),
-    [("dpo", "loss_type ipo"), ("dpo", "loss_weights 2"), ("grpo", "scale_rewards none")],
+    [("dpo", "loss_type ipo"), ("dpo", "loss_weights 2"), ("grpo", "advantages none")],
 )
 def test_an_objective_without_formulas_is_refused(stage, flag, folder):
     with tiny.working_directory(folder), pytest.raises(UserError) as error:

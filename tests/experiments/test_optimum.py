@@ -64,7 +64,7 @@ def test_expected_advantages_are_those_of_sampled_groups(name: str):
         probabilities, num_groups * NUM_GENERATIONS, replacement=True, generator=generator
     ).view(num_groups, NUM_GENERATIONS)
     sampled = group_advantages(problem.rewards[groups])
-    expected = optimum.expected_advantages(problem.rewards, probabilities, "group", "mean")
+    expected = optimum.expected_advantages(problem.rewards, probabilities, "group")
     for completion in range(len(expected)):
         advantages = sampled[groups == completion]
         error = advantages.std().item() / len(advantages) ** 0.5
@@ -83,10 +83,13 @@ def test_expected_advantages_are_those_of_sampled_groups(name: str):
         "KL in the reward, leave-one-out",
         "KL in the reward, group mean",
         "KL in the reward, group mean and std",
+        "KL in the reward, group mean and std of the batch",
         "KL in the reward, leave-one-out, mean per completion",
         # There the policy stands still, so that pi, old and sampler are one: no ratio, no drift.
         "`sapo`, KL in the reward",
         "`dppo`, KL in the reward",
+        "`cispo`, KL in the reward",
+        "`gspo`, KL in the reward",
         "drift to the sampler, KL in the reward",
         "DPO, pairs from the policy",
         "DPO, pairs from the reference",

@@ -37,7 +37,7 @@ from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups, SelectedCandidates, select
 from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.model import lora
-from common.objectives.policy import gspo
+from common.objectives.policy import gspo, sampler_weights
 from common.padding import MAKERS
 from common.record.metrics import Accumulator
 from common.rewards import functions
@@ -45,7 +45,7 @@ from common.rewards.score import RewardLog, Rewards
 from common.run import Run
 from common.sampling.sampler import Rollouts
 from common.shutdown import signals
-from tests.variants import REWARD_FILE, stopping_model_job
+from tests.variants import REWARD_FILE, behind, stopping_model_job
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -164,8 +164,8 @@ def test_candidates_are_samples_or_a_set_of_texts():
     texts = Rollouts.of([[5], [5], [6], [6]], [], [True] * 4)
     groups = new_groups([[1.0, 1.0, 0.0, 0.0]], rollouts=texts)
     flags = {"num_generations": 2, "num_candidates": 4, "rejection_temperature": 0.1}
-    for is_set, expected in ((False, [[0, 1]]), (True, [[0, 2]])):
-        config = new_config(distinct_candidates=is_set, **flags)
+    for method, expected in (("rso", [[0, 1]]), ("rso_distinct", [[0, 2]])):
+        config = new_config(rejection_method=method, **flags)
         assert select(groups, config, 0).indices.sort(1).values.tolist() == expected
 
 
@@ -264,7 +264,9 @@ def test_negative_rewards_are_refused_where_their_mean_divides():
     scorer = mock.Mock()
     scorer.score.return_value = Rewards(groups.rewards, {}, [], RewardLog(3))
     config = new_config(scale_rewards="mean", missing_eos_penalty=0.0)
-    with pytest.raises(UserError, match="a reward is -0.5; --scale_rewards mean needs 0 or more"):
+    with pytest.raises(
+        UserError, match="--advantages mean takes rewards of at least 0; one is -0.5"
+    ):
         rollouts.reward(scorer, groups.examples, groups.rollouts, config, 0, 1)
 
 
@@ -280,7 +282,7 @@ def test_a_reward_that_one_rank_refuses_ends_all_before_the_next_collective(monk
 def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     groups = new_groups([[1.0, 2.0, 4.0], [0.0, 0.0, 3.0]])
     config = new_config(
-        beta=0.5, kl_in="reward", kl_estimator="k1", scale_rewards="none", micro_batch_size=2
+        beta=0.5, kl_estimator="k1_reward", scale_rewards="none", micro_batch_size=2
     )
     kept = select(groups, config, 0)
     ref_logps = kept.rollouts.token_logps + 0.25  # nats more per token than the sampler's
@@ -295,7 +297,7 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
 def test_a_kl_of_rounding_in_equal_rewards_teaches_nothing(scale: str, bf16: bool, noise: float):
     """The noise is that of SmolLM2's log-probabilities between two forward passes."""
     groups = new_groups([[1.0, 1.0, 1.0], [0.0, 1.0, 3.0]])
-    config = new_config(beta=0.5, kl_in="reward", kl_estimator="k1", scale_rewards=scale, bf16=bf16)
+    config = new_config(beta=0.5, kl_estimator="k1_reward", scale_rewards=scale, bf16=bf16)
     kept = select(groups, config, 0)
     torch.manual_seed(0)
     gaps = noise * torch.randn_like(kept.rollouts.token_logps)
@@ -366,7 +368,7 @@ def test_each_reward_is_normalised_in_its_group_and_their_sum_over_the_batch(bas
     groups.rollouts.has_stop[2] = False
     first[0][2] = second[0][2] = -1.0
     flags = {
-        "multi_objective_aggregation": "normalize_then_sum",
+        "advantages": "gdpo",
         "reward_funcs": ["gold", "length"],
     }
     flags |= {"reward_weights": [1.0, 0.25], "zero_variance": "drop", "num_generations": 2}
@@ -389,7 +391,7 @@ def test_each_reward_is_normalised_in_its_group_and_their_sum_over_the_batch(bas
 
 
 def test_a_reward_that_does_not_apply_adds_nothing():
-    config = new_config(multi_objective_aggregation="normalize_then_sum")
+    config = new_config(advantages="gdpo")
     by_function = {"a": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.full((1, 3), torch.nan)}
     stopped = torch.tensor([[True, True, False]])
     both = rollouts.objective_rewards(torch.zeros(1, 3), by_function, stopped, config)
@@ -483,10 +485,10 @@ def test_step_rewards_reach_the_tokens_of_the_kept(baseline):
 @pytest.mark.parametrize(
     "flags",
     [
-        {"scale_rewards": "none"},
+        {"advantages": "none"},
         {"normalize_globally": True},
         {"zero_variance": "drop"},
-        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"advantages": "gdpo"},
     ],
     ids=str,
 )
@@ -519,17 +521,17 @@ def test_the_first_update_is_not_clipped_where_the_sampler_drifted():
 # Loss of a token by log pi, the sampler's, the completion's advantage and mean of their difference
 BESIDE_THE_SAMPLER: list[tuple[dict[str, Any], Any]] = [
     (
-        {"policy_objective": "dppo", "epsilon_low": 1.0, "epsilon_high": 1.0}
+        {"policy_objective": ["dppo"], "epsilon_low": 1.0, "epsilon_high": 1.0}
         | {"objective_args": ["delta=2.5"]},
         lambda pi, mu, a, gap: -a * (pi - mu).exp().clamp(max=2.5).detach() * pi,
     ),
-    ({"sampler_drift_coef": 0.3}, lambda pi, mu, a, gap: -a * pi + 0.3 * (pi - mu) ** 2),
+    (behind("sampler_drift", "coef=0.3"), lambda pi, mu, a, gap: -a * pi + 0.3 * (pi - mu) ** 2),
     (
-        {"off_policy_mask_threshold": 0.7},
+        behind("off_policy_mask", "threshold=0.7"),
         lambda pi, mu, a, gap: -a * pi * bool(a > 0 or gap <= 0.7),
     ),
     (
-        {"sampler_correction": "geometric_mask", "sampler_correction_floor": 0.7},
+        behind("geometric_mask", "low=0.7"),
         lambda pi, mu, a, gap: -a * pi * bool(math.log(0.7) <= -gap <= math.log(2)),
     ),
 ]
@@ -689,30 +691,32 @@ OFF_POLICY = {"num_iterations": 2, "learning_rate": 3e-3}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "sequence ratio": OFF_POLICY
-    | {"policy_objective": "gspo", "epsilon_low": 0.01, "epsilon_high": 0.2}
+    | {"policy_objective": ["gspo"], "epsilon_low": 0.01, "epsilon_high": 0.2}
     | {"objective_args": ["delta=1.3"], "aggregation": "token"},
     "cispo in minibatches": OFF_POLICY
-    | {"policy_objective": "cispo", "epsilon_high": 0.01, "num_minibatches": 2}
-    | {"aggregation": "prompt", "advantage_baseline": "leave_one_out"},
+    | {"policy_objective": ["cispo"], "epsilon_high": 0.01, "num_minibatches": 2}
+    | {"aggregation": "prompt", "advantages": "rloo", "scale_rewards": "group"},
     "sapo": OFF_POLICY
-    | {"policy_objective": "sapo", "sampler_drift_coef": 0.1, "off_policy_mask_threshold": 1e-3},
+    | {"policy_objective": ["sapo", "off_policy_mask", "sampler_drift"]}
+    | {"objective_args": ["threshold=1e-3", "coef=0.1"]},
     "dppo, two rewards": OFF_POLICY
-    | {"policy_objective": "dppo", "epsilon_low": 1e-3, "epsilon_high": 1e-3}
+    | {"policy_objective": ["dppo"], "epsilon_low": 1e-3, "epsilon_high": 1e-3}
     | {"reward_funcs": ["gold", "length"], "zero_variance": "drop", "num_candidates": 4}
-    | {"reward_weights": [1.0, 0.5], "multi_objective_aggregation": "normalize_then_sum"},
+    | {"reward_weights": [1.0, 0.5], "advantages": "gdpo"},
     "mean": {"scale_rewards": "mean", "missing_eos_penalty": 0.0}
-    | {"sampler_correction": "geometric_mask", "sampler_correction_cap": 1.01},
-    "k1 with its ratio": OFF_POLICY | {"kl_estimator": "k1", "kl_correction": True},
+    | behind("geometric_mask", "high=1.01", "low=0.99"),
+    "k1 with its ratio": OFF_POLICY | {"kl_estimator": "k1_ratio"},
     "exact KL": {"kl_estimator": "full", "entropy_coef": 0.05},
     "exact KL, bfloat16": {"kl_estimator": "full", "entropy_coef": 0.05, "bf16": True}
     | {"layout": "padded", "ref_update_steps": 2, "ref_mixup_alpha": 0.5},
     "exact KL, padded": {"kl_estimator": "full", "entropy_coef": 0.05, "layout": "padded"},
-    "KL in the reward": {"kl_estimator": "k1", "kl_in": "reward", "overlong_buffer": 6},
+    "KL in the reward": {"kl_estimator": "k1_reward", "overlong_buffer": 6},
     "drop": {"zero_variance": "drop", "mask_truncated_completions": True}
     | {"aggregation": "constant", "scale_rewards": "batch"},
     "resample": {"zero_variance": "resample", "max_resamples": 2, "scale_rewards": "none"},
     "step rewards": {"function": "steps", "num_candidates": 4},
-    "sampler weights": {"sampler_correction": "sequence_mask", "num_candidates": 5},
+    "sampler weights": behind("sampler_weights", "correction=sequence_mask")
+    | {"num_candidates": 5},
     "moving reference": {"ref_update_steps": 2, "ref_mixup_alpha": 0.6}
     | {"num_candidates": 5, "rejection_method": "max_variance"},
 }
@@ -820,23 +824,25 @@ def test_only_a_kl_needs_a_reference(base: Path, beta: float):
 def test_sampler_weights_multiply_the_policy_term(base: Path):
     """Weights of 0 leave no gradient without a KL; the objective has the flags as they are."""
     flags: dict[str, Any] = {
-        "sampler_correction": "token_mask",
-        "sampler_correction_cap": 1.7,
-        "sampler_correction_floor": 0.2,
-        "policy_objective": "gspo",
+        "policy_objective": ["gspo", "sampler_weights"],
         "epsilon_low": 0.1,
-        "objective_args": ["delta=1.5"],
+        "objective_args": ["delta=1.5", "correction=token_mask", "cap=1.7", "floor=0.2"],
         "beta": 0.0,
         "max_steps": 1,
     }
-    zeros = mock.Mock(side_effect=lambda logps, *_, **__: torch.zeros_like(logps))
+
+    def no_weights(loss: Tensor, **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return loss * 0, {"sampler_weight": torch.zeros_like(loss)}
+
+    weights = {"autospec": True, "side_effect": no_weights}
     with (
-        mock.patch.object(train_grpo, "sampler_weights", zeros),
+        mock.patch.object(sampler_weights, "sampler_weights", **weights) as zeros,
         mock.patch.object(gspo, "gspo", autospec=True, side_effect=gspo.gspo) as objective,
     ):
         (line,) = run_here(base, "weightless", **flags)
     assert line["grad_norm"] == line["loss"] == 0
-    assert zeros.call_args.kwargs == {"correction": "token_mask", "cap": 1.7, "floor": 0.2}
+    settings = {"correction": "token_mask", "cap": 1.7, "floor": 0.2}
+    assert settings.items() <= zeros.call_args.kwargs.items()
     settings = {"epsilon_low": 0.1, "epsilon_high": 4e-4, "delta": 1.5}
     assert settings.items() <= objective.call_args.kwargs.items()
 
@@ -853,7 +859,7 @@ def test_minibatches_of_a_single_pass_are_weighed_against_the_policy_that_sample
     ("flags", "estimator"),
     [
         ({}, "k3"),
-        ({"kl_estimator": "k1", "kl_correction": True}, "k1"),
+        ({"kl_estimator": "k1_ratio"}, "k1"),
         ({"kl_estimator": "full"}, None),
     ],
     ids=str,
@@ -872,7 +878,7 @@ def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for(
         assert line["kl"] == pytest.approx(0, abs=1e-6)
     else:
         assert half.call_args.kwargs == {"estimator": estimator}
-        expected = 1.0 if "kl_correction" in flags else 0.5
+        expected = 1.0 if flags else 0.5
         assert line["kl"] == pytest.approx(expected * line["completion_length"], rel=1e-5)
 
 
@@ -943,17 +949,17 @@ def test_a_reference_that_was_just_replaced_is_the_policy(base: Path, kind: dict
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"objective_args": ["delta=two"]}, ["delta=two", "must be float"]),
     (
-        {"objective_args": ["delta=2"], "policy_objective": "cispo"},
+        {"objective_args": ["delta=2"], "policy_objective": ["cispo"]},
         ["cispo has no setting 'delta'", "epsilon_high, ratio_level"],
     ),
     (
-        {"epsilon_low": 0.1, "policy_objective": "sapo"},
+        {"epsilon_low": 0.1, "policy_objective": ["sapo"]},
         ["sapo has no setting 'epsilon_low'", "tau_pos, tau_neg, ratio_level"],
     ),
-    ({"policy_objective": "ppo"}, ["'ppo'", "clip", "cispo"]),
+    ({"policy_objective": ["ppo"]}, ["'ppo'", "clip", "cispo"]),
     (
-        {"policy_objective": "dppo", "sampler_correction": "token_mask"},
-        ["--sampler_correction is token_mask", "none or geometric_mask", "to the sampler"],
+        {"policy_objective": ["dppo", "sampler_weights"]},
+        ["dppo sampler_weights has a ratio to the sampler, and weights by that ratio"],
     ),
     ({"scale_rewards": "mean"}, ["--missing_eos_penalty is -1", "at least 0"]),
     (
@@ -961,29 +967,25 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["--overlong_buffer is 2", "must be 0"],
     ),
     (
-        {"multi_objective_aggregation": "normalize_then_sum", "overlong_buffer": 2},
+        {"advantages": "gdpo", "overlong_buffer": 2},
         ["--overlong_buffer is 2", "must be 0"],
     ),
     (
-        {"multi_objective_aggregation": "normalize_then_sum", "kl_in": "reward", "beta": 0.0},
-        ["--kl_in is reward", "must be loss"],
+        {"advantages": "gdpo", "kl_estimator": "k1_reward"},
+        ["--kl_estimator is k1_reward", "must be another one with --advantages gdpo"],
     ),
     ({"num_minibatches": 65}, ["--num_minibatches is 65", "--batch_size, 64"]),
-    ({"kl_estimator": "k1"}, ["--kl_estimator is k1", "gradient is 0", "--kl_in reward"]),
-    ({"kl_estimator": "full", "kl_correction": True}, ["--kl_correction is true", "false"]),
-    ({"kl_estimator": "k2", "kl_correction": True}, ["--kl_correction is true", "k2"]),
-    ({"kl_in": "reward"}, ["--kl_estimator is k3", "must be k1"]),
+    ({"kl_estimator": "k1"}, ["--kl_estimator is 'k1'", "k1_ratio", "k1_reward"]),
     (
-        {"kl_in": "reward", "kl_estimator": "k1", "num_candidates": 9},
+        {"kl_estimator": "k1_reward", "num_candidates": 9},
         ["--baseline is all", "must be kept"],
     ),
     (
-        {"kl_in": "reward", "kl_estimator": "k1", "mask_truncated_completions": True},
+        {"kl_estimator": "k1_reward", "mask_truncated_completions": True},
         ["--mask_truncated_completions is true", "must be false"],
     ),
-    ({"sampler_correction": "token_mask", "top_p": 0.9}, ["--sampler_correction", "supports"]),
-    ({"sampler_correction": "token_mask", "top_k": 3}, ["--sampler_correction", "must be none"]),
-    ({"sampler_correction_cap": 0.5}, ["--sampler_correction_cap is 0.5", "at least 1"]),
+    (behind("sampler_weights") | {"top_p": 0.9}, ["clip sampler_weights has", "supports"]),
+    (behind("sampler_weights") | {"top_k": 3}, ["clip sampler_weights has", "--top_k above 0"]),
     ({"overlong_buffer": 8}, ["--overlong_buffer is 8", "--max_completion_length, 8"]),
     ({"ref_mixup_alpha": 1.5}, ["--ref_mixup_alpha is 1.5", "at most 1"]),
     ({"entropy_coef": -1.0}, ["--entropy_coef is -1.0", "at least 0"]),

@@ -8,6 +8,10 @@ import torch
 
 MODULES = {  # and the number of functions with an example
     "common.padding": 3,
+    "common.losses": 4,
+    "common.advantages": 2,
+    "common.evaluation.accuracy": 1,
+    "common.evaluation.intervals": 1,
     "common.text.truncate": 2,
     "common.text.overlap": 1,
     "common.evaluation.pass_rates": 1,

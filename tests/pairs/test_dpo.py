@@ -21,7 +21,6 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 import evaluate
 import train_dpo
 import train_reward
-from common import losses
 from common.data import BatchOrder, Example
 from common.errors import UserError
 from common.evaluation.config import EvaluateConfig
@@ -31,7 +30,7 @@ from common.padding import padded_batch
 from common.pairs import from_rollouts, reference
 from common.record.jsonl import read_jsonl
 from common.report import evaluation_report
-from train_dpo import DPOConfig, pair_losses
+from train_dpo import DPOConfig
 from train_reward import RewardConfig
 
 STEPS, NUM_ROWS, BATCH = 3, 7, 4  # the second batch has one row less: filler
@@ -49,25 +48,24 @@ COMMON = {
     "lr_scheduler_type": "constant",
 }
 ROLLOUTS = {
-    "pairs_from": "rollouts",
+    "pair_method": "rso_tournament",
     "reward_funcs": ["FOLDER/judge.py:reward"],
     "num_candidates": 6,
     "missing_eos_penalty": -0.5,
 }
 JOBS: dict[str, dict[str, Any]] = {
     "sum": {
-        "loss_type": ["sigmoid", "ipo", "hinge"],
-        "loss_weights": [1.0, 0.02, 0.5],
-        "sft_weight": 0.3,
+        "loss_type": ["sigmoid", "ipo", "hinge", "sft"],
+        "loss_weights": [1.0, 0.02, 0.5, 0.3],
         "ref_model_name_or_path": "FOLDER/other",
     },
     "per_token": {
         "loss_type": ["ipo_mean", "simpo", "sigmoid_norm"],
-        "gamma": 0.5,
+        "objective_args": ["gamma=0.5"],
         "beta": 2.0,
         "ref_model_name_or_path": "FOLDER/other",
     },
-    "simpo": {"loss_type": ["simpo"], "gamma": 0.5, "beta": 2.0},
+    "simpo": {"loss_type": ["simpo"], "objective_args": ["gamma=0.5"], "beta": 2.0},
     "reference_free": {"reference_free": True, "label_smoothing": 0.1},
     "rso": {**ROLLOUTS, "num_generations": 4, "rejection_temperature": 0.3},
     "best_worst": {**ROLLOUTS, "pair_method": "best_worst"},
@@ -289,9 +287,10 @@ def test_a_filler_is_no_loss_where_its_row_was_not_scored(runs):
 # ---- one reward in training and evaluation -------------------------------------------------------
 
 JUDGED: dict[str, dict[str, Any]] = {  # one of the losses of sums, and each per token
-    name: {"loss_type": [name]} for name in ("sigmoid", *losses.PER_TOKEN_LOSSES)
+    name: {"loss_type": [name]} for name in ("sigmoid", "sigmoid_norm", "ipo_mean", "simpo", "sft")
 }
 JUDGED |= {"free": {"reference_free": True}, "sum": {"loss_type": ["simpo", "sigmoid"]}}
+JUDGED |= {"with sft": {"loss_type": ["sigmoid", "sft"]}}
 
 
 @pytest.mark.usefixtures("process_group", "without_pictures")
@@ -452,36 +451,39 @@ def test_losses_are_weighted_and_summed_by_hand():
     ref_logps = torch.tensor([[-11.0, -13.0]])  # D = 2
     lengths = torch.tensor([[2, 4]])
     fields = {"loss_type": ["sigmoid", "ipo", "hinge"], "loss_weights": [2.0, 0.5, 4.0]}
-    value = pair_losses(logps, ref_logps, lengths, config(beta=0.25, **fields))
+    objective = config(beta=0.25, loss_type=fields["loss_type"]).objective
+    value = objective(logps, ref_logps, lengths, fields["loss_weights"])
     expected = 2 * softplus(-0.5) + 0.5 * (2 - 2) ** 2 + 4 * 0.5
     torch.testing.assert_close(value, torch.tensor([expected]))
-    twice = config(beta=0.25, loss_type=["hinge"] * 2)
-    unweighted = pair_losses(logps, ref_logps, lengths, twice)
+    twice = config(beta=0.25, loss_type=["hinge"] * 2).objective
+    unweighted = twice(logps, ref_logps, lengths)
     torch.testing.assert_close(unweighted, torch.tensor([1.0]))
-    with_sft = config(beta=0.25, loss_type=["hinge"], sft_weight=0.4)
-    value = pair_losses(logps, ref_logps, lengths, with_sft)
+    with_sft = config(beta=0.25, loss_type=["hinge", "sft"]).objective
+    value = with_sft(logps, ref_logps, lengths, [1.0, 0.4])
     torch.testing.assert_close(value, torch.tensor([0.5 + 0.4 * 10 / 2]))
 
 
 def test_which_runs_need_a_reference():
-    assert config().needs_reference
-    assert config(loss_type=["simpo", "ipo"]).needs_reference
-    assert not config(loss_type=["simpo"]).needs_reference
-    assert not config(reference_free=True).needs_reference
+    def needs_reference(**flags: Any) -> bool:
+        return config(**flags).implicit_reward.needs_reference
+
+    assert needs_reference()
+    assert needs_reference(loss_type=["simpo", "ipo"])
+    assert not needs_reference(loss_type=["simpo", "sft"])
+    assert not needs_reference(reference_free=True)
 
 
-ROLLOUT_FLAGS = {"pairs_from": "rollouts", "reward_funcs": ["gold"]}
+ROLLOUT_FLAGS = {"pair_method": "rso_tournament", "reward_funcs": ["gold"]}
 EVEN = "it must be even, at least 2 and at most --num_candidates, 8"
 REFUSED = [
     ({"loss_type": []}, "--loss_type is required"),
-    ({"loss_type": ["dpo"]}, "--loss_type is 'dpo'; it must be one of"),
+    ({"loss_type": ["dpo"]}, "--loss_type is 'dpo'; it must be file.py:function, or one of"),
     ({"loss_weights": [1.0, 2.0]}, "--loss_weights is [1.0, 2.0]; it must be empty, or one number"),
     ({"loss_weights": [0.0]}, "must be above 0"),
-    ({"loss_type": ["sigmoid", "ipo"], "label_smoothing": 0.1}, "must be 0 with --loss_type ipo"),
-    ({"gamma": 0.5}, "--gamma is 0.5; it must be 0 without --loss_type simpo"),
-    ({"gamma": -0.5, "loss_type": ["simpo"]}, "--gamma is -0.5"),
-    ({"sft_weight": -1.0}, "--sft_weight is -1.0"),
-    ({"pairs_from": "rollouts"}, "--reward_funcs is required"),
+    ({"loss_type": ["ipo", "hinge"], "label_smoothing": 0.1}, "ipo hinge has no setting 'label_sm"),
+    ({"objective_args": ["gamma=0.5"]}, "--loss_type sigmoid has no setting 'gamma'; its settings"),
+    ({"loss_type": ["simpo"], "objective_args": ["gamma=x"]}, "gamma=x; it must be float"),
+    ({"pair_method": "rso_tournament"}, "--reward_funcs is required"),
     ({**ROLLOUT_FLAGS, "num_generations": 3}, f"--num_generations is 3; {EVEN}"),
     ({**ROLLOUT_FLAGS, "num_generations": 10}, f"--num_generations is 10; {EVEN}"),
     ({**ROLLOUT_FLAGS, "temperature": 0.0}, "--temperature is 0.0"),

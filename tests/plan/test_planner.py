@@ -43,7 +43,7 @@ BLOCK = 12 * WIDTH**2 + (3 + 1 + 4 + 1) * WIDTH + 4 * WIDTH
 ROOT = (VOCABULARY + POSITIONS) * WIDTH + 2 * WIDTH
 NUMBERS = LAYERS * BLOCK + ROOT
 GRPO: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"]}
-ROLLOUTS: dict[str, Any] = {**GRPO, "config": DPOConfig, "pairs_from": "rollouts"}
+ROLLOUTS: dict[str, Any] = {**GRPO, "config": DPOConfig, "pair_method": "rso_tournament"}
 
 
 @pytest.fixture(scope="module")

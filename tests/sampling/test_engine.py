@@ -336,7 +336,7 @@ def test_a_table_that_cannot_be_sampled_is_left_out(served, model, tmp_path, cap
 
 
 def test_pairs_come_from_the_server(served, model, tmp_path):
-    flags = {"pairs_from": "rollouts", "num_candidates": 4, "batch_size": 4, "max_steps": 1}
+    flags = {"pair_method": "rso_tournament", "num_candidates": 4, "batch_size": 4, "max_steps": 1}
     flags |= {"penalize_missing_eos": "false", "require_stop_token": "false"}
     assert ended([job(tmp_path / "run", served, model, "dpo", TASK | flags)]) == ""
     assert served.calls.count("/inference/v1/generate") == 12

@@ -61,7 +61,7 @@ GRPO = {
 SAMPLED = {"num_sample_prompts": 2}  # in a table
 EXACT = {"kl_estimator": "full", "ref_update_steps": 1, "num_minibatches": 2}
 RESAMPLE = {"zero_variance": "resample", "max_resamples": 2, "aggregation": "prompt"}
-LORA = {"lora_r": 2, "kl_in": "reward", "baseline": "kept", "kl_estimator": "k1"}
+LORA = {"lora_r": 2, "baseline": "kept", "kl_estimator": "k1_reward"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "sft": SAMPLED,
     "sft padded": {"layout": "padded"},
@@ -73,7 +73,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": GRPO | SAMPLED | {"num_iterations": 2, "reward_funcs": ["REWARD MODEL", "gold"]},
     "grpo exact": GRPO | EXACT,
     "grpo resample": GRPO | RESAMPLE,
-    "grpo lora": GRPO | LORA | {"sampler_correction": "token_truncate"},
+    "grpo lora": GRPO | LORA | {"policy_objective": ["clip", "sampler_weights"]},
     "grpo bf16": GRPO | {"bf16": True},
     "grpo sharded": GRPO | {"bf16": True},
     "grpo padded": GRPO | {"layout": "padded", "entropy_coef": 0.01, "top_p": 0.9},

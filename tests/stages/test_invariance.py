@@ -71,13 +71,11 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "grpo_masked": GRPO
     | {
-        "policy_objective": "dppo",
+        "policy_objective": ["dppo", "off_policy_mask", "geometric_mask", "sampler_drift"],
+        "objective_args": ["threshold=1e-3", "coef=0.1"],
         "epsilon_low": 1e-3,
         "epsilon_high": 1e-3,
-        "off_policy_mask_threshold": 1e-3,
-        "sampler_correction": "geometric_mask",
-        "sampler_drift_coef": 0.1,
-        "multi_objective_aggregation": "normalize_then_sum",
+        "advantages": "gdpo",
     },
 }
 

@@ -120,7 +120,7 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
         {"metric_for_best_model": "rewrad", "save_steps": 1},
         ["rewrad", "no run of this stage"],
     ),
-    ("train_dpo", {"reward_funcs": "gold"}, ["--reward_funcs", "without --pairs_from rollouts"]),
+    ("train_dpo", {"reward_funcs": "gold"}, ["--reward_funcs", "with --pair_method dataset"]),
     ("evaluate", {"policies": []}, ["nothing to evaluate"]),
 ]
 FOUND_IN_WEIGHTS = ("only_bin", "partial")
@@ -180,7 +180,7 @@ def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(name, err
     assert not Path("begun/model").exists()
 
 
-ROLLOUTS = {"pairs_from": "rollouts", "reward_funcs": "rewards.py:lengths"}
+ROLLOUTS = {"pair_method": "rso_tournament", "reward_funcs": "rewards.py:lengths"}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ for i in $(seq 1 "$ITERATIONS"); do
 
     # 2. Fresh pairs of its completions (a step of DPO, whose model is not used, writes pairs.jsonl)
     $PYTHON train_dpo.py --config "$RECIPES/dpo.yaml" --model_name_or_path "$policy" \
-        --pairs_from rollouts --pair_method best_worst --reward_funcs "$LABELS" \
+        --pair_method best_worst --reward_funcs "$LABELS" \
         --num_train_rows "$PROMPTS" --dataset_test_split "" --max_steps 1 --seed "$i" --output_dir "$folder/pairs"
 
     # 3. The reward model goes on, a tenth of its rows replayed

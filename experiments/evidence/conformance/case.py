@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from common import losses
-from common.advantages import group_advantages
-from common.objectives.find import find_policy_objective
+from common.advantages import normalise_globally
+from common.objectives.kinds import Advantages, PolicyObjective
 
 CASES = json.loads(Path(__file__).with_name("cases.json").read_text())
 TOLERANCE = 1e-5
@@ -56,13 +56,19 @@ class OurCase(Case):
         return losses.aggregate(per_token, self.mask, aggregation="token")
 
     def policy(self, aggregate: dict[str, Any], objective: str = "clip", **settings: Any) -> Tensor:
-        inputs = (self.logps, self.old_logps, self.old_logps, self.advantages, self.mask)
-        per_token, _ = find_policy_objective(objective, **settings)(*inputs)
+        sampled = self.old_logps if self.sampled_logps is None else self.sampled_logps
+        loss = PolicyObjective.find(objective.split(), **settings)
+        per_token, _ = loss(self.logps, self.old_logps, sampled, self.advantages, self.mask)
         counts = {"num_tokens": self.step_mask.sum(), "num_sequences": self.step_mask.any(1).sum()}
         return losses.aggregate(per_token, self.mask, **counts, **aggregate)
 
-    def group_advantages(self, **options: Any) -> Tensor:
-        return group_advantages(self.rewards, **options)
+    def group_advantages(self, name: str = "group") -> Tensor:
+        return Advantages.find([name])(self.rewards[None])
+
+    def advantages_by_function(self) -> Tensor:
+        advantages = Advantages.find(["gdpo"])(self.rewards, [1.0] * len(self.rewards))
+        everything = torch.ones_like(advantages, dtype=torch.bool)
+        return normalise_globally(advantages, everything, lambda sums: sums)
 
 
 def verdict(case: dict[str, Any], library: type[Case]) -> str:

@@ -1,0 +1,1 @@
+"""Advantages of GRPO, each a file with a function of its name."""

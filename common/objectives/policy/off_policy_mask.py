@@ -1,0 +1,17 @@
+"""Mask of completions with a negative advantage that are far from the sampler. DeepSeek-V3.2 2025.
+
+    loss = 0 where A < 0 and mean_t (log mu - log pi) > threshold, else loss_before
+
+Section 3.1. mu is the sampler's probability; the threshold is in nats per token, its default ours.
+"""
+
+from common.losses import masked_sum, precise
+
+
+def off_policy_mask(loss, logps, sampled_logps, advantages, mask, *, threshold=0.1):
+    """Loss of each token (B, C)."""
+    gaps = precise(sampled_logps) - precise(logps).detach()  # (B, C)
+    lengths = mask.sum(dim=1).clamp(min=1)
+    is_far = masked_sum(gaps, mask, dim=1) / lengths > threshold  # (B,)
+    is_out = (advantages < 0) & is_far[:, None]  # (B, C)
+    return loss * ~is_out, {"off_policy_fraction": is_out}

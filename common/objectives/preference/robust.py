@@ -1,0 +1,22 @@
+"""Robust DPO: unbiased for labels that are wrong with chance e. Chowdhury et al. 2024.
+
+    loss = [-(1 - e) log sigma(beta D) + e log sigma(-beta D)] / (1 - 2e)
+
+Its mean over labels that are flipped with chance e, label_smoothing, is the loss on the true ones.
+"""
+
+from common.losses import logistic_loss
+
+
+def robust(
+    chosen_logps,
+    rejected_logps,
+    ref_chosen_logps,
+    ref_rejected_logps,
+    *,
+    beta=0.1,
+    label_smoothing=0.0,
+):
+    """Loss of each pair (N,)."""
+    logits = chosen_logps - rejected_logps - (ref_chosen_logps - ref_rejected_logps)  # D
+    return logistic_loss(beta * logits, -label_smoothing / (1 - 2 * label_smoothing))

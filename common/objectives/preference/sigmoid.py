@@ -1,0 +1,23 @@
+"""Sigmoid: the loss of DPO. Rafailov et al. 2023, eq. 7.
+
+    loss = -(1 - e) log sigma(beta D) - e log sigma(-beta D)
+    D    = log pi_w - log pi_l - (log ref_w - log ref_l)
+
+With label_smoothing e > 0, the share of wrong labels, conservative DPO (Mitchell 2023).
+"""
+
+from common.losses import logistic_loss
+
+
+def sigmoid(
+    chosen_logps,
+    rejected_logps,
+    ref_chosen_logps,
+    ref_rejected_logps,
+    *,
+    beta=0.1,
+    label_smoothing=0.0,
+):
+    """Loss of each pair (N,)."""
+    logits = chosen_logps - rejected_logps - (ref_chosen_logps - ref_rejected_logps)  # D
+    return logistic_loss(beta * logits, label_smoothing)

@@ -1,0 +1,13 @@
+"""SimPO: log-probs per token and a margin, without a reference. Meng et al. 2024, eq. 6.
+
+loss = -log sigma(beta (log pi_w / |y_w| - log pi_l / |y_l|) - gamma)
+"""
+
+from common.losses import logistic_loss
+
+PER_TOKEN = True
+
+
+def simpo(chosen_logps, rejected_logps, *, beta=0.1, gamma=0.0, label_smoothing=0.0):
+    """Loss of each pair (N,)."""
+    return logistic_loss(beta * (chosen_logps - rejected_logps) - gamma, label_smoothing)

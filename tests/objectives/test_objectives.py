@@ -1,0 +1,397 @@
+"""Claim: an objective is one file, built in or a user's, and a broken one is refused.
+
+About `common/objectives`. Every built-in file has a golden case, a line of exact optima and a row
+in "Names in papers". The example of docs/objectives.md trains, resumes to the same weights, and is
+evaluated as it was trained.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import yaml
+from ranks import SHORT_RUN, launch, run_stages, untimed_lines
+
+import evaluate
+from common.checkpoint import layout
+from common.errors import UserError
+from common.evaluation import runs
+from common.evaluation.config import EvaluateConfig
+from common.evaluation.pair_scores import ImplicitReward
+from common.grpo.config import GRPOConfig
+from common.objectives.find import Objective
+from common.objectives.kinds import Advantages, PolicyObjective, PreferenceLoss
+from common.pairs.config import DPOConfig
+from common.report import evaluation_report
+from experiments.evidence import optimum
+from experiments.evidence.conformance.case import CASES
+from tests.variants import REWARD_FILE, stopping_model_job
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "objectives.md").read_text()
+SECTION = PAGE.partition("## Add an objective")[2].partition("\n## ")[0]
+(EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", SECTION, re.M | re.S)
+WORDS = [dict(re.findall(r"--(\w+) (\S+)", line)) for line in re.findall(r"^--.*$", SECTION, re.M)]
+NAMES_IN_PAPERS = PAGE.partition("## Names in papers")[2].partition("\n## ")[0]
+KINDS = (PolicyObjective, PreferenceLoss, Advantages)
+FILES = [(kind, name) for kind in KINDS for name in kind.built_in()]
+# Of each kind the argument that names the file, in golden cases and in lines of optima
+ARGUMENTS = {"policy_objective": "objective", "loss_type": "loss_type", "advantages": "name"}
+DEFAULTS = {"policy_objective": "clip", "loss_type": "sigmoid", "advantages": "group"}
+FAMILIES = {
+    "policy_objective": ("policy",),
+    "loss_type": ("preference",),
+    "advantages": ("group_advantages", "advantages_by_function"),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), FILES)
+def test_a_built_in_file_has_a_golden_case_a_line_and_a_row(kind: type[Objective], name: str):
+    argument, default = ARGUMENTS[kind.flag], DEFAULTS[kind.flag]
+    golden = {
+        word
+        for case in CASES
+        if case["family"] in FAMILIES[kind.flag]
+        for word in case["calls"]["this project"].get(argument, default).split()
+    }
+    golden |= {"gdpo"} if any(c["family"] == "advantages_by_function" for c in CASES) else set()
+    assert name in golden
+    assert re.search(rf"--{kind.flag} [^`]*\b{name}\b", NAMES_IN_PAPERS)
+    lines = {**optimum.GRPO, **optimum.FURTHER, **optimum.PREFERENCE}
+    keywords = [getattr(line, "keywords", {}) for line in lines.values()]
+    argument = "advantages" if kind is Advantages else argument
+    default = "rloo" if kind is Advantages else default
+    words = {word for each in keywords for word in each.get(argument, default).split()}
+    assert name in words or name == "sft"  # a term of a sum, with no end by itself
+    objective = kind.find([name] if kind is not PolicyObjective else of_policy(name))
+    objective.check()
+    docstring = __import__(f"common.objectives.{kind.folder}.{name}", fromlist=["x"]).__doc__
+    assert re.search(r"20\d\d", docstring)
+    assert re.search(r"loss +=|A +=|w = |rho +=", docstring)
+
+
+def of_policy(name: str) -> list[str]:
+    """A policy objective, or the clip with a file that changes its loss."""
+    takes_loss = "loss" in PolicyObjective.function_of(name).inputs
+    return ["clip", name] if takes_loss else [name]
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+def config_of(**flags: Any) -> GRPOConfig:
+    required = {"output_dir": "x", "model_name_or_path": "y", "reward_funcs": ["gold"]}
+    return GRPOConfig(**required | flags)
+
+
+def write(folder: Path, body: str, signature: str = "logps, old_logps, advantages, mask") -> str:
+    """A user's file with one function, and its name."""
+    file = folder / "mine.py"
+    file.write_text(f"import torch\n\ndef mine({signature}):\n    {body}\n")
+    return f"{file}:mine"
+
+
+def test_settings_have_the_types_and_defaults_of_the_signature(tmp_path: Path):
+    settings = "mask, *, bound=2.0, power=1, shape='tent', symmetric=False, epsilon_low=0.1"
+    mine = write(tmp_path, "return logps", settings)
+    config = config_of(policy_objective=[mine], objective_args=["power=3", "symmetric=true"])
+    values = {"bound": 2.0, "power": 3, "shape": "tent", "symmetric": True, "epsilon_low": 0.1}
+    assert config.objective.settings == values
+    args = ["bound=2.0", "power=3", "shape=tent", "symmetric=True"]
+    assert (config.objective_args, config.epsilon_low, config.epsilon_high) == (args, 0.1, -1.0)
+    saved = {"objective_args": args, "epsilon_low": 0.1, "epsilon_high": -1.0}
+    assert config_of(policy_objective=[mine], **saved).objective.settings == values
+    for wrong in ("power=0.5", "symmetric=maybe", "bound"):
+        with pytest.raises(UserError, match=f"{wrong.partition('=')[0]}=.*must be "):
+            config_of(policy_objective=[mine], objective_args=[wrong])
+
+
+def test_flags_reach_the_objectives_whose_signature_has_them():
+    assert config_of().epsilon_low == config_of().epsilon_high == 0.2
+    assert config_of(policy_objective=["gspo"]).objective.settings["epsilon_high"] == 4e-4
+    config = config_of(policy_objective=["cispo"], epsilon_high=3.0)
+    assert config.objective.settings == {"epsilon_high": 3.0, "ratio_level": "token"}
+    assert config.epsilon_low == -1  # it has none
+    assert config_of(epsilon_low=0.0).objective.settings["epsilon_low"] == 0
+    with pytest.raises(UserError, match="epsilon_low is -0.5; it must be at least 0, or -1"):
+        config_of(epsilon_low=-0.5)
+    with pytest.raises(
+        UserError, match=r"sapo has no setting 'epsilon_high'; its settings are tau"
+    ):
+        config_of(policy_objective=["sapo"], epsilon_high=0.3)
+    for flags in (
+        {"objective_args": ["delta=1.1"]},
+        {"epsilon_high": 2.5, "objective_args": ["delta=3"]},
+    ):
+        with pytest.raises(
+            UserError, match=r"clip cannot be computed: delta is .* must exceed 1 \+"
+        ):
+            config_of(**flags).objective.check()
+
+
+def test_an_objective_with_a_ratio_to_the_sampler_takes_no_weights(tmp_path: Path):
+    both = write(tmp_path, "return logps", "logps, old_logps, sampled_logps, mask")
+    weighed = config_of(policy_objective=[both, "sampler_weights"]).objective
+    assert weighed.weighs_samples
+    assert not weighed.has_ratio_to_sampler
+    only = write(tmp_path / "..", "return logps", "logps, sampled_logps, mask")
+    for name in ("dppo", only):
+        with pytest.raises(UserError, match="has a ratio to the sampler, and weights by"):
+            config_of(policy_objective=[name, "sampler_weights"])
+        config_of(policy_objective=[name, "geometric_mask"])  # which is no weight
+
+
+# ---- the check at start --------------------------------------------------------------------------
+
+BROKEN = {
+    "return (-advantages * logps).sum()": "has not the shape",
+    "return (-advantages * logps).sum(1)": "has not the shape",
+    "return None": "has not the shape",
+    "return torch.where(mask, -advantages * logps, 0.0), {'x': logps.sum()}": "has not the shape",
+    "return torch.where(mask, -advantages * logps / 0, 0.0)": "is not finite",
+    "return -advantages * logps": "is not 0 where the mask is False",
+    "return torch.where(mask, -advantages * logps.detach(), 0.0)": "without a gradient",
+    "return torch.where(mask, -advantages * (logps - logps.mean()), 0.0)": "depends on tokens",
+    "return torch.where(mask, -advantages * logps + old_logps.mean(), 0.0)": "depends on tokens",
+    "return torch.where(mask, -(advantages - advantages.mean()) * logps, 0.0)": "depends on tokens",
+    "raise ValueError('no such bound')": "cannot be computed: no such bound",
+}
+
+
+@pytest.mark.parametrize("body", BROKEN)
+def test_a_broken_objective_is_refused_in_a_sentence(tmp_path: Path, body: str):
+    objective = PolicyObjective.find([write(tmp_path, body)])
+    with pytest.raises(UserError, match=BROKEN[body]) as caught:
+        objective.check()
+    assert str(caught.value).startswith(f"--policy_objective {tmp_path}/mine.py:mine ")
+    assert str(caught.value).endswith("; see docs/objectives.md.")
+
+
+@pytest.mark.parametrize(
+    ("signature", "wrong"),
+    [
+        ("logps, rewards, mask", "takes rewards; it may take logps, old_logps"),
+        ("logps, mask, *, tau", "takes tau; it may take .* settings behind a \\* with a bool"),
+        ("logps, mask, *, tau=None", "takes tau; it may take"),
+        ("logps, **others", "takes others"),
+    ],
+)
+def test_a_signature_that_cannot_be_called_is_refused(tmp_path: Path, signature: str, wrong: str):
+    with pytest.raises(UserError, match=wrong):
+        PolicyObjective.find([write(tmp_path, "return logps", signature)])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("mine.py", "name the function: path/to/file.py:function"),
+        ("absent.py:mine", "there is no file 'absent.py'"),
+        ("sapa", r"file.py:function, or one of cispo, .*sapo \(did you mean sapo\?\)"),
+    ],
+)
+def test_an_unknown_objective_is_answered(name: str, wrong: str):
+    with pytest.raises(UserError, match=wrong):
+        config_of(policy_objective=[name])
+
+
+def test_a_loss_of_the_wrong_sign_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture):
+    wrong = write(tmp_path, "return torch.where(mask, advantages * logps, 0.0)")
+    PolicyObjective.find([wrong]).check()
+    assert "does not raise the log-prob of a token with a positive" in capsys.readouterr().out
+    PolicyObjective.find(["clip"]).check()
+    assert capsys.readouterr().out == ""
+
+
+def test_only_the_tensors_that_are_named_are_passed_and_old_ones_have_no_gradient(tmp_path: Path):
+    body = "return (logps - sampled_logps) * advantages * mask"
+    mine = PolicyObjective.find([write(tmp_path, body, "advantages, logps, mask, sampled_logps")])
+    assert isinstance(mine, PolicyObjective)
+    logps, old, sampled = (
+        torch.full((2, 2), value, requires_grad=True) for value in (1.0, 2.0, 5.0)
+    )
+    mask = torch.tensor([[True, False], [True, True]])
+    loss, metrics = mine(logps, old, sampled, torch.tensor([1.0, 10.0]), mask)
+    assert loss.tolist() == [[-4.0, 0.0], [-40.0, -40.0]]
+    assert metrics == {}
+    loss.sum().backward()
+    assert logps.grad is not None
+    assert old.grad is sampled.grad is None
+
+
+PAIRS = "chosen_logps, rejected_logps"
+BROKEN_PAIRS = {
+    "return (rejected_logps - chosen_logps).mean()": "of the shape (N,)",
+    "return None": "of the shape (N,)",
+    "return (rejected_logps - chosen_logps) / 0": "is not finite",
+    "return (rejected_logps - chosen_logps).detach()": "without a gradient",
+    "return (rejected_logps - chosen_logps) - chosen_logps.mean()": "depend on other pairs",
+    "raise ValueError('no such margin')": "cannot be computed: no such margin",
+}
+BROKEN_ADVANTAGES = {
+    "return rewards.mean(1)": "of the shape (N, G)",
+    "return None": "of the shape (N, G)",
+    "return (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)": "not finite",
+    "return rewards - rewards.mean()": "depends on other groups",
+    "raise ValueError('no such scale')": "cannot be computed: no such scale",
+}
+BROKEN_KINDS = [(PreferenceLoss, PAIRS, *item) for item in BROKEN_PAIRS.items()]
+BROKEN_KINDS += [(Advantages, "rewards", *item) for item in BROKEN_ADVANTAGES.items()]
+
+
+@pytest.mark.parametrize(("kind", "signature", "body", "message"), BROKEN_KINDS)
+def test_a_broken_one_of_the_other_kinds_is_refused(
+    tmp_path: Path, kind: type[Objective], signature: str, body: str, message: str
+):
+    name = write(tmp_path, body, signature)
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        kind.find([name]).check()
+    assert str(caught.value).startswith(f"--{kind.flag} {tmp_path}/mine.py:mine ")
+    assert str(caught.value).endswith("; see docs/objectives.md.")
+
+
+WRONG_WAY = [
+    (PreferenceLoss, PAIRS, "return chosen_logps - rejected_logps", "raise the chosen log-prob"),
+    (PreferenceLoss, PAIRS, "return -chosen_logps - rejected_logps", "raise the chosen log-prob"),
+    (Advantages, "rewards", "return rewards.mean(1, keepdim=True) - rewards", "give the best"),
+]
+
+
+@pytest.mark.parametrize(("kind", "signature", "body", "warning"), WRONG_WAY)
+def test_the_wrong_direction_is_warned_of(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    kind: Any,
+    signature: str,
+    body: str,
+    warning: str,
+):
+    kind.find([write(tmp_path, body, signature)]).check()
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"warning: --{kind.flag} {tmp_path}/mine.py:mine does not {warning}")
+
+
+@pytest.mark.parametrize("names", [["sampler_weights"], ["clip", "sapo"], ["clip", "clip"]])
+def test_one_objective_comes_first_and_what_changes_its_loss_behind_it(names: Sequence[str]):
+    with pytest.raises(UserError, match="must be an objective, and behind it functions that take"):
+        PolicyObjective.find(names).check()
+
+
+# ---- settings that are flags ---------------------------------------------------------------------
+
+
+def dpo_config(**flags: Any) -> DPOConfig:
+    return DPOConfig(**{"output_dir": "x", "model_name_or_path": "y"} | flags)
+
+
+def test_flags_of_dpo_reach_the_losses_that_have_them():
+    config = dpo_config(loss_type=["sigmoid", "simpo", "sft"], beta=0.3, label_smoothing=0.1)
+    sigmoid, simpo, sft = (function.settings for function in config.objective.functions)
+    assert sigmoid == {"beta": 0.3, "label_smoothing": 0.1}
+    assert simpo == {"beta": 0.3, "gamma": 0.0, "label_smoothing": 0.1}
+    assert sft == {}
+    assert config.objective_args == ["gamma=0.0"]
+    given = dpo_config(objective_args=["beta=0.7", "label_smoothing=0.2"])
+    assert (given.beta, given.label_smoothing, given.objective_args) == (0.7, 0.2, [])
+    assert given.implicit_reward.beta == 0.7
+    with pytest.raises(UserError, match="ipo has no setting 'label_smoothing'; its settings are b"):
+        dpo_config(loss_type=["ipo"], label_smoothing=0.1)
+
+
+def test_scale_rewards_is_the_name_of_advantages_or_a_setting_of_them(tmp_path: Path):
+    assert (config_of().advantages, config_of().scale_rewards) == ("group", "group")
+    for flags in ({"scale_rewards": "batch"}, {"advantages": "batch"}):
+        config = config_of(**flags)
+        assert (config.advantages, config.scale_rewards) == ("batch", "batch")
+    assert config_of(advantages="rloo").scale_rewards == "none"
+    scaled = config_of(advantages="rloo", scale_rewards="group")
+    assert scaled.advantage_function.settings == {"scale_rewards": "group"}
+    with pytest.raises(UserError, match="gdpo has no setting 'scale_rewards'"):
+        config_of(advantages="gdpo", scale_rewards="none")
+    mine = write(tmp_path, "return rewards * power", "rewards, *, power=2.0, delta=1.0")
+    config = config_of(advantages=mine, objective_args=["power=3", "delta=4"])
+    assert config.advantage_function.settings == {"power": 3.0, "delta": 4.0}
+    assert config.objective.settings["delta"] == 4.0  # both have it
+    assert config.objective_args == ["delta=4.0", "power=3.0"]
+    with pytest.raises(UserError, match="clip has no setting 'gamma'; its settings are .*power"):
+        config_of(advantages=mine, objective_args=["gamma=3"])
+
+
+# ---- a user's file in a run ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path) -> Path:
+    """A folder with a tiny model that has learned to stop, a reward function and the example."""
+    folder = tmp_path_factory.mktemp("objectives")
+    (folder / "rewards.py").write_text(REWARD_FILE)
+    (folder / "mine.py").write_text(EXAMPLE)
+    launch(
+        run_stages,
+        1,
+        folder,
+        jobs=[stopping_model_job(folder / "base", tiny_gpt2, tokenizer_folder)],
+    )
+    return folder
+
+
+def trained_twice(base: Path, stage: str, flags: dict[str, Any]) -> Path:
+    """The folder of a run of two steps, whose resumed copy has the same weights."""
+    flags = SHORT_RUN | {"model_name_or_path": str(base / "base" / "model")} | flags
+    flags |= {"max_completion_length": 24, "max_steps": 2, "save_steps": 1}
+    whole, resumed = base / f"whole {stage}", base / f"resumed {stage}"
+    again = flags | {"resume_from_checkpoint": str(layout.folder_of(whole, 1))}
+    with tiny.working_directory(base):
+        run_stages([{"stage": stage, "flags": flags | {"output_dir": str(whole)}}])
+        run_stages([{"stage": stage, "flags": again | {"output_dir": str(resumed)}}])
+    models = [folder / "model" / "model.safetensors" for folder in (whole, resumed)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    norms = [line["grad_norm"] for line in untimed_lines(whole) if "grad_norm" in line]
+    assert len(norms) == 2
+    assert min(norms) > 0
+    environment = json.loads((whole / "environment.json").read_text())
+    assert environment["user_files"]["mine.py"] == hashlib.sha256(EXAMPLE.encode()).hexdigest()
+    return whole
+
+
+def test_the_examples_of_grpo_train_and_resume(base: Path):
+    policy, advantages = WORDS[0], WORDS[1]
+    flags = {
+        **policy,
+        **advantages,
+        "objective_args": [policy["objective_args"], advantages["objective_args"]],
+        "reward_funcs": f"{base}/rewards.py:letters",
+        "num_generations": 4,
+        "num_iterations": 2,
+        "dataset_test_split": "",
+    }
+    folder = trained_twice(base, "grpo", flags)
+    assert all(0 < line["objective/weight"] < 3 for line in untimed_lines(folder))
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    names = ("policy_objective", "advantages", "objective_args")
+    expected = (["mine.py:truncated"], "mine.py:median", ["bound=3.0", "scale=0.5"])
+    assert tuple(saved[name] for name in names) == expected
+
+
+def test_the_example_of_dpo_trains_resumes_and_is_evaluated_without_its_file(
+    base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    folder = trained_twice(base, "dpo", WORDS[2] | {"num_train_rows": 100, "num_eval_rows": 20})
+    # -log sigma(beta D - 1) where D is 0
+    assert untimed_lines(folder)[0]["loss"] == pytest.approx(1.3132617, abs=1e-4)
+    (base / "mine.py").unlink()
+    monkeypatch.setattr(evaluation_report, "write_report", lambda *_: [])
+    sizes = {"max_prompt_length": 128, "max_completion_length": 24, "num_eval_rows": 20}
+    policy = {"policies": [str(folder / "model")], "num_prompts": 0}
+    evaluate.main(EvaluateConfig(**sizes | policy, output_dir=str(tmp_path)))
+    (system,) = json.loads((tmp_path / "results.json").read_text())["systems"]
+    trained = [line["eval_accuracy"] for line in untimed_lines(folder) if "eval_accuracy" in line]
+    assert trained == [pytest.approx(system["accuracy"]["accuracy"])]
+    assert runs.reward_of_run(str(folder / "model")) == ImplicitReward(0.1, True, False)
+    (base / "mine.py").write_text(EXAMPLE)
