@@ -256,10 +256,17 @@ def test_a_broken_one_of_the_other_kinds_is_refused(
     assert str(caught.value).endswith("; see docs/objectives.md.")
 
 
+RANKS = "return rewards.argsort(1).argsort(1) - 1.0"
 WRONG_WAY = [
-    (PreferenceLoss, PAIRS, "return chosen_logps - rejected_logps", "raise the chosen log-prob"),
-    (PreferenceLoss, PAIRS, "return -chosen_logps - rejected_logps", "raise the chosen log-prob"),
-    (Advantages, "rewards", "return rewards.mean(1, keepdim=True) - rewards", "give the best"),
+    (PreferenceLoss, PAIRS, "return chosen_logps - rejected_logps", "does not raise the chosen l"),
+    (PreferenceLoss, PAIRS, "return -chosen_logps - rejected_logps", "does not raise the chosen l"),
+    (
+        Advantages,
+        "rewards",
+        "return rewards.mean(1, keepdim=True) - rewards",
+        "does not give the b",
+    ),
+    (Advantages, "rewards", RANKS, "gives completions of equal rewards other advantages than 0"),
 ]
 
 
@@ -274,7 +281,7 @@ def test_the_wrong_direction_is_warned_of(
 ):
     kind.find([write(tmp_path, body, signature)]).check()
     printed = capsys.readouterr().out
-    assert printed.startswith(f"warning: --{kind.flag} {tmp_path}/mine.py:mine does not {warning}")
+    assert printed.startswith(f"warning: --{kind.flag} {tmp_path}/mine.py:mine {warning}")
 
 
 @pytest.mark.parametrize("names", [["sampler_weights"], ["clip", "sapo"], ["clip", "clip"]])
