@@ -17,7 +17,7 @@ from assets.recipes.papers.tables import CLAIMS, Claim, at_equal_kl, line, misfi
 from common.evaluation.records import BASELINES, Results
 from experiments.evidence import tables
 from experiments.evidence.records import replications, studies
-from experiments.runs.sweep.sweep_file import read_sweep
+from experiments.runs.sweep.sweep_file import Variant, read_sweep
 
 PAGE = "# Page\n\nBefore.\n\n<!-- demo.mean -->\nold\n<!-- /demo.mean -->\n\nAfter.\n"
 RECORD = {
@@ -144,8 +144,14 @@ def test_in_the_place_of_a_table_without_a_record_is_its_command(recorded: Path)
 
 
 def effect(choice: str, by_seed: list[float], outcome: str = "gold_reward") -> dict:
-    key = {"stage": "grpo", "outcome": outcome, "detail": "d", "choice": choice}
-    return key | {"by_seed": by_seed, "base_by_seed": [1.0, 2.0, 3.0]}
+    variant = vars(Variant("d", choice, "grpo"))
+    return recorded_effect(variant, outcome, by_seed, [1.0, 2.0, 3.0])
+
+
+def recorded_effect(variant: dict, outcome: str, values: list[float], base: list[float]) -> dict:
+    together = {"family": 1}
+    values_of = {"by_seed": values, "base_by_seed": base, "together": together}
+    return {**variant, "outcome": outcome, **values_of}
 
 
 SWEEP = {
@@ -240,7 +246,7 @@ def test_the_shipped_sweep_runs_what_the_claims_are_about(monkeypatch):
     monkeypatch.chdir(studies.ROOT)
     sweep = read_sweep("assets/recipes/ablations/demo.yaml")
     of_all = [
-        {**vars(own), "outcome": outcome, "by_seed": [1.0], "base_by_seed": [0.0]}
+        recorded_effect(vars(own), outcome, [1.0], [0.0])
         for own in sweep.variants
         for outcome in sweep.base[own.stage].outcomes
     ]

@@ -6,7 +6,6 @@ All outcomes are in the sweep's `plots/forest.png`.
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from experiments.evidence.records import studies, sweeps
 from experiments.runs.outcomes import over_seeds
 from experiments.runs.sweep.effects import Effect, Effects
 from experiments.runs.sweep.effects import draw as draw_effects
-from experiments.runs.sweep.sweep_file import Variant
 
 STAGES = {
     "reward": "reward model",
@@ -25,32 +23,31 @@ STAGES = {
 
 
 def primary_effects() -> Effects:
-    """Of the ablations the effects in the first outcome of each stage."""
+    """The effects in the first outcome of each stage."""
     stages: dict[str, dict[str, list[Effect]]] = {}
-    for own in studies.read("ablations/sweep.json")["effects"]:
-        variant = Variant(**{field.name: own[field.name] for field in fields(Variant)})
-        panels = stages.setdefault(variant.stage, {own["outcome"]: []})
-        if own["outcome"] in panels:
-            values = own["by_seed"], own["base_by_seed"], own["together"]["family"]
-            panels[own["outcome"]].append(Effect(variant, own["outcome"], *values))
+    for effect in sweeps.effects(studies.read("ablations/sweep.json")):
+        panels = stages.setdefault(effect.variant.stage, {effect.outcome: []})
+        if effect.outcome in panels:
+            panels[effect.outcome].append(effect)
     return stages
 
 
 def what_matters() -> str:
     """The details that matter by the ablations, in a sentence."""
-    found = [e for panels in primary_effects().values() for own in panels.values() for e in own]
-    clear = [effect for effect in found if effect.verdict == "yes"]
+    panels = [panel for by_outcome in primary_effects().values() for panel in by_outcome.values()]
+    every = [effect for panel in panels for effect in panel]
+    clear = [effect for effect in every if effect.verdict == "yes"]
     by_detail = defaultdict(list)
     for effect in clear:
         detail = f"{effect.variant.detail} ({STAGES[effect.variant.stage]})"
         by_detail[detail].append(f"{effect.variant.choice} ({effect.difference.mean:+.1f})")
     listed = "; ".join(f"{detail}: {', '.join(choices)}" for detail, choices in by_detail.items())
-    details = {(effect.variant.stage, effect.variant.detail) for effect in found}
-    still = sum(over_seeds(effect.by_seed, len(found)).excludes_zero for effect in clear)
+    details = {(effect.variant.stage, effect.variant.detail) for effect in every}
+    still = sum(over_seeds(effect.by_seed, len(every)).excludes_zero for effect in clear)
     sentences = (
         f"**Which details matter?** On the demo's task {len(by_detail)} of {len(details)} do, by "
-        f"{len(found[0].by_seed)} paired seeds, in points of accuracy or gold reward: {listed}. "
-        f"These {len(clear)} of {len(found)} choices are significant after correcting for all "
+        f"{len(every[0].by_seed)} paired seeds, in points of accuracy or gold reward: {listed}. "
+        f"These {len(clear)} of {len(every)} choices are significant after correcting for all "
         f"tests of a stage, {still} of them for all tests."
     )
     return textwrap.fill(sentences, 120, break_long_words=False, break_on_hyphens=False)

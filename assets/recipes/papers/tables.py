@@ -1,8 +1,8 @@
 """Published claims compared with the records: the claim, the effect here, and whether it holds.
 
 A claim has the sign of an effect. It holds where the 95% interval over seeds lies on that side of
-0, does not where it lies on the other; else it cannot be told, and the interval's end on that side
-is the most that the claim may amount to. No claim is corrected for the number of the others. A
+0, and does not where it lies on the other. Else the effect is not significant, and the interval's
+end on that side is its largest size. No claim is corrected for the number of the others. A
 record that lacks a run leaves its claims unmeasured.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
-from experiments.evidence.records import studies
+from experiments.evidence.records import studies, sweeps
 from experiments.runs.outcomes import over_seeds
 from experiments.runs.overoptimization.curves import fit
 from experiments.runs.overoptimization.plots import series_of
@@ -28,7 +28,7 @@ HEADERS = ["claim", "setting here", "effect [95%]", "here"]
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says of the sign of an effect."""
+    """A paper's claim about the sign of an effect."""
 
     paper: str
     says: str
@@ -42,20 +42,20 @@ class Claim:
         """Its line of the table."""
         cells = [f"{self.says} ({self.paper})", self.setting]
         try:
-            found = over_seeds(self.effect(record))
+            mean = over_seeds(self.effect(record))
         except KeyError:
             return [*cells, NOT_MEASURED, "not measured"]
-        cell = f"{found.difference.removesuffix(' *')} {self.unit}, {found.n} seeds"
-        if found.low is None or found.high is None:
+        cell = f"{mean.difference.removesuffix(' *')} {self.unit}, {mean.n} seeds"
+        if mean.low is None or mean.high is None:
             return [*cells, cell, "not significant: one seed"]
-        if found.excludes_zero:
-            return [*cells, cell, "holds" if found.mean * self.sign > 0 else "does not hold"]
-        most = found.high if self.sign > 0 else found.low
-        return [*cells, cell, f"not significant; at most {most:+.2f}"]
+        if mean.excludes_zero:
+            return [*cells, cell, "holds" if mean.mean * self.sign > 0 else "does not hold"]
+        end = mean.high if self.sign > 0 else mean.low
+        return [*cells, cell, f"not significant; at most {end:+.2f}"]
 
 
 def table() -> str:
-    """All claims, with what the records say of them."""
+    """All claims, each with its effect in the records."""
     records = {file: studies.read(file) for file in {claim.file for claim in CLAIMS}}
     return markdown.table(HEADERS, [claim.row(records[claim.file]) for claim in CLAIMS])
 
@@ -71,11 +71,12 @@ def line(
     baseline: tuple[str, str] = BASE,
     scale: float = 1.0,
 ) -> list[float]:
-    """What one line of a stage has over another, or over the base of the same seed."""
-    own = [e for e in record["effects"] if (e["stage"], e["outcome"]) == (stage, outcome)]
-    runs = {(e["detail"], e["choice"]): e["by_seed"] for e in own}
-    if own:
-        runs[BASE] = own[0]["base_by_seed"]
+    """One line of a stage minus another, or minus the base of the same seed."""
+    every = sweeps.effects(record)
+    effects = [e for e in every if (e.variant.stage, e.outcome) == (stage, outcome)]
+    runs = {(e.variant.detail, e.variant.choice): e.values for e in effects}
+    if effects:
+        runs[BASE] = effects[0].base
     return [scale * (a - b) for a, b in zip(runs[of], runs[baseline], strict=True)]
 
 

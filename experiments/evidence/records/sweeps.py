@@ -1,9 +1,28 @@
-"""The tables of a recorded sweep's report."""
+"""A recorded sweep: its effects, and the tables of its report."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
 
 from common.report import markdown
 from experiments.evidence.records import studies
+from experiments.runs.sweep.effects import Effect
+from experiments.runs.sweep.sweep_file import Variant
+
+
+def effects(record: Mapping[str, Any]) -> list[Effect]:
+    """The effects of a `sweep.json`, one of each variant and outcome."""
+    return [
+        Effect(
+            Variant(**{field.name: values[field.name] for field in fields(Variant)}),
+            values["outcome"],
+            values["by_seed"],
+            values["base_by_seed"],
+            values["together"]["family"],
+        )
+        for values in record.get("effects", [])
+    ]
 
 
 def primary_table(part: str, *stages: str) -> str:
