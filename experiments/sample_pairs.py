@@ -43,8 +43,8 @@ def main(config: PairsConfig) -> None:
     splits = {held_out: config.num_eval_rows, config.dataset_train_split: config.num_train_rows}
     for split, num_rows in splits.items():
         model_config = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
-        part = replace(config, dataset_train_split=split, num_train_rows=num_rows)
-        pairs_from_rollouts(part, vocabulary, model_config, mesh, f"{split}.jsonl")
+        of_split = replace(config, dataset_train_split=split, num_train_rows=num_rows)
+        pairs_from_rollouts(of_split, vocabulary, model_config, mesh, f"{split}.jsonl")
         distributed.barrier()
 
 

@@ -31,7 +31,7 @@ from common.checkpoint.layout import describe
 from common.record.run_folder import accelerator, cpu_model, versions
 from experiments.evidence import tables
 from experiments.evidence.records import current, studies
-from experiments.evidence.records.studies import Part, Record
+from experiments.evidence.records.studies import Record, Recording
 from experiments.runs.stages import exit_with_status
 
 STARTS = "starts.json"
@@ -47,63 +47,66 @@ PACKAGES = ("torch", "transformers", "numpy", "trl")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make what has no record of this code; the exit status is 1 if a part failed."""
-    parts = studies.parts()
+    recordings = studies.recordings()
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    names = dict.fromkeys([*parts, *(part.study for part in parts.values())])
+    names = dict.fromkeys([*recordings, *(recording.study for recording in recordings.values())])
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(names)}")
     asked = parser.parse_args(argv).parts
     if unknown := set(asked) - names.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     commit = code_commit()
     tree = worktree(commit)
-    chosen = [p for p in parts.values() if not asked or p.name in asked or p.study in asked]
-    made = [make(part, commit, tree) for part in chosen]
-    return 0 if all(made) else 1
+    chosen = [p for p in recordings.values() if not asked or p.name in asked or p.study in asked]
+    is_made = [make(recording, commit, tree) for recording in chosen]
+    return 0 if all(is_made) else 1
 
 
-def make(part: Part, commit: str, tree: Path) -> bool:
+def make(recording: Recording, commit: str, tree: Path) -> bool:
     """Make a part unless it has a record of this code or lacks an input; False if it failed."""
-    name, recorded, out = part.name, studies.read_record(part.name), tree / part.out
-    if recorded and studies.is_current(part, recorded, commit):
+    name, recorded, out = recording.name, studies.read_record(recording.name), tree / recording.out
+    if recorded and studies.is_current(recording, recorded, commit):
         print(f"{name}: recorded on {recorded.git_commit[:10]}", flush=True)
         return True
-    if lacking := [path for path in part.needs if not (tree / path).exists()]:
+    if lacking := [path for path in recording.needs if not (tree / path).exists()]:
         print(f"{name}: left out, since {' and '.join(lacking)} is not there", flush=True)
         return True
-    trajectories = current.trajectories(part.stages, studies.ROOT)
-    print(f"{name}: {part.words} (prints to {out}/printed.md)", flush=True)
+    trajectories = current.trajectories(recording.stages, studies.ROOT)
+    print(f"{name}: {recording.words} (prints to {out}/printed.md)", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    if status := run(part, tree):
+    if status := run(recording, tree):
         print(f"{name}: failed with status {status}; see {out}/errors", flush=True)
         return False
     seconds = json.loads((out / STARTS).read_text())
     record = Record(
-        commands=[part.words],
+        commands=[recording.words],
         git_commit=commit,
         trajectories=trajectories,
-        settings=current.settings(part.settings, tree),
-        inputs={path: checksums(tree / path) for path in part.needs},
+        settings=current.settings(recording.settings, tree),
+        inputs={path: checksums(tree / path) for path in recording.needs},
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         minutes=round(sum(seconds) / 60, 1),
         starts=len(seconds),
         cpu=cpu_model(),
         cores=os.cpu_count() or 1,
-        gpu=accelerator(1)["gpu"] if part.takes_gpu else None,
+        gpu=accelerator(1)["gpu"] if recording.takes_gpu else None,
         python=platform.python_version(),
         packages={name: v for name, v in versions().items() if name in PACKAGES},
     )
-    keep(part, tree, record)
+    keep(recording, tree, record)
     tables.write()
     print(f"{name}: recorded in {record.minutes} minutes", flush=True)
     return True
 
 
-def run(part: Part, tree: Path) -> int:
+def run(recording: Recording, tree: Path) -> int:
     """Run a part's command: its exit status. `starts.json` gets the seconds of every start."""
-    out, command = tree / part.out, [str(studies.ROOT / part.python), "-m", *part.words.split()]
+    out, command = (
+        tree / recording.out,
+        [str(studies.ROOT / recording.python), "-m", *recording.words.split()],
+    )
     earlier = json.loads((out / STARTS).read_text()) if (out / STARTS).is_file() else []
-    environment = {"OMP_NUM_THREADS": str(part.threads)}
-    if not part.takes_gpu:
+    environment = {"OMP_NUM_THREADS": str(recording.threads)}
+    if not recording.takes_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     started = time.perf_counter()
     with (out / "printed.md").open("w") as printed, (out / "errors").open("w") as errors:
@@ -125,27 +128,30 @@ def checksums(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): describe(file)["sha256"] for file in files}
 
 
-def keep(part: Part, tree: Path, record: Record) -> None:
+def keep(recording: Recording, tree: Path, record: Record) -> None:
     """Replace the record of a part.
 
     Raises:
         FileNotFoundError: a glob finds nothing; the old record stays.
     """
-    new, folder = studies.RECORDS / f".{part.name}", tree / part.folder.format(out=part.out)
-    files = {pattern: sorted(folder.glob(pattern)) for pattern in part.keep}
+    new, folder = (
+        studies.RECORDS / f".{recording.name}",
+        tree / recording.folder.format(out=recording.out),
+    )
+    files = {pattern: sorted(folder.glob(pattern)) for pattern in recording.keep}
     if missing := [pattern for pattern, matches in files.items() if not matches]:
-        raise FileNotFoundError(f"{part.name}: nothing is {' or '.join(missing)} in {folder}")
+        raise FileNotFoundError(f"{recording.name}: nothing is {' or '.join(missing)} in {folder}")
     shutil.rmtree(new, ignore_errors=True)
-    for file in (file for pattern in part.keep for file in files[pattern]):
+    for file in (file for pattern in recording.keep for file in files[pattern]):
         target = new / file.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-    if part.keep_by:
-        module, _, function = part.keep_by.partition(":")
+    if recording.keep_by:
+        module, _, function = recording.keep_by.partition(":")
         getattr(importlib.import_module(module), function)(folder, new)
     write_json(new / studies.RECORD, asdict(record))
-    shutil.rmtree(studies.RECORDS / part.name, ignore_errors=True)
-    new.rename(studies.RECORDS / part.name)
+    shutil.rmtree(studies.RECORDS / recording.name, ignore_errors=True)
+    new.rename(studies.RECORDS / recording.name)
 
 
 def write_json(file: Path, value: object) -> None:

@@ -12,7 +12,7 @@ import re
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.evidence.records import studies
-from experiments.evidence.records.studies import ROOT, Part
+from experiments.evidence.records.studies import ROOT, Recording
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -22,8 +22,8 @@ def write() -> None:
     """Put the tables of what is recorded into the pages, and draw the pictures."""
     for page in PAGES:
         page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
-    for part, draw in studies.figures().items():
-        if studies.read_record(part):
+    for name, draw in studies.figures().items():
+        if studies.read_record(name):
             draw()
 
 
@@ -33,41 +33,41 @@ def filled(text: str, *, is_in_docs: bool = True) -> str:
     Raises:
         KeyError: a place has the name of no table.
     """
-    parts, tables = studies.parts(), {"records": records, **studies.tables()}
-    linked = set() if is_in_docs else {*parts}
+    recordings, tables = studies.recordings(), {"records": records, **studies.tables()}
+    linked = set() if is_in_docs else {*recordings}
 
     def table(place: re.Match[str]) -> str:
         begin, name, _, end = place.groups()
-        part, content = name.partition(".")[0], tables[name]
-        if part not in parts:
+        recorded, content = name.partition(".")[0], tables[name]
+        if recorded not in recordings:
             return f"{begin}{content()}\n{end}"
-        if not studies.read_record(part):
-            return f"{begin}*Not recorded: `make results PARTS={part}`.*\n{end}"
-        link = f"\n\n*[Record](../assets/results/{part}): {source(parts[part])}.*"
-        shown = f"{begin}{content()}{'' if part in linked else link}\n{end}"
-        linked.add(part)
+        if not studies.read_record(recorded):
+            return f"{begin}*Not recorded: `make results PARTS={recorded}`.*\n{end}"
+        link = f"\n\n*[Record](../assets/results/{recorded}): {source(recordings[recorded])}.*"
+        shown = f"{begin}{content()}{'' if recorded in linked else link}\n{end}"
+        linked.add(recorded)
         return shown
 
     return PLACE.sub(table, text)
 
 
-def source(part: Part) -> str:
-    """What made a record; `record.json` has the versions of packages too."""
-    record = studies.read_record(part.name)
+def source(recording: Recording) -> str:
+    """Command, date, commit and machine of a record; `record.json` has the packages too."""
+    record = studies.read_record(recording.name)
     assert record
     gpu = f", {record.gpu}" if record.gpu else ""
-    changed = studies.what_changed(part, record)
+    changed = studies.what_changed(recording, record)
     since = f"; since then {changed} have changed" if changed else ""
     return (
-        f"`make results PARTS={part.name}`, {record.minutes:.0f} minutes, {record.date}, commit "
-        f"{record.git_commit[:10]}, {record.cpu}, {record.cores} cores{gpu}{since}"
+        f"`make results PARTS={recording.name}`, {record.minutes:.0f} minutes, {record.date}, "
+        f"commit {record.git_commit[:10]}, {record.cpu}, {record.cores} cores{gpu}{since}"
     )
 
 
 def records() -> str:
     """Every part: how long its record took, and on which machine and commit."""
     rows = []
-    for name in studies.parts():
+    for name in studies.recordings():
         cells = [NOT_MEASURED] * 4
         if record := studies.read_record(name):
             processor = record.gpu or record.cpu

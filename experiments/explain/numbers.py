@@ -110,7 +110,7 @@ def completions(trace: Trace, tokens: Mapping[str, Any], **columns: Any) -> list
 
 
 def movement(trace: Trace) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
-    """How far tokens, and with them completions, moved in the step: values (B, C) and (B,)."""
+    """Changes of log-probs in the step: of tokens (B, C), and of completions (B,)."""
     before = [scores_of(call.result).detach().double() for call in trace.forwards]
     after = trace.after
     change = [later - earlier for earlier, later in zip(before, after, strict=True)]
@@ -127,18 +127,18 @@ def sft(trace: Trace, config: Any) -> Record:
     """Losses of tokens."""
     tokens, columns = movement(trace)
     tokens["token_loss"] = [-logps for logps in tokens["logp"]]
-    found = completions(trace, tokens, **columns)
-    for one in found:
+    results = completions(trace, tokens, **columns)
+    for one in results:
         one |= {"label": f"row {one['row'] + 1}", "moved_as_wanted": one["factor"] > 1}
-    return {"completions": found}
+    return {"completions": results}
 
 
-def with_pairs(found: list[Record], pairs: Mapping[str, Tensor]) -> Record:
+def with_pairs(results: list[Record], pairs: Mapping[str, Tensor]) -> Record:
     """The record of completions in pairs, chosen first, and of the pairs."""
-    for k, one in enumerate(found):
+    for k, one in enumerate(results):
         one["label"] = f"row {one['row'] + 1}, {('chosen', 'rejected')[k % 2]}"
-    rows = [chosen["row"] for chosen in found[::2]]
-    return {"completions": found, "pairs": records({"row": rows, **pairs})}
+    rows = [chosen["row"] for chosen in results[::2]]
+    return {"completions": results, "pairs": records({"row": rows, **pairs})}
 
 
 def reward(trace: Trace, config: Any) -> Record:
@@ -160,8 +160,8 @@ def reward(trace: Trace, config: Any) -> Record:
         "difference_after": difference_after,
         "moved_as_wanted": difference_after > chosen - rejected,
     }
-    found = completions(trace, {}, reward=scores.flatten(), reward_after=after.flatten())
-    return with_pairs(found, pairs)
+    results = completions(trace, {}, reward=scores.flatten(), reward_after=after.flatten())
+    return with_pairs(results, pairs)
 
 
 def dpo(trace: Trace, config: Any) -> Record:
@@ -182,8 +182,8 @@ def dpo(trace: Trace, config: Any) -> Record:
         "logit_after": logits_after,
         "moved_as_wanted": logits_after > logits,
     }
-    found = completions(trace, tokens, **columns, sum_logp=sums, sum_ref_logp=refs)
-    return with_pairs(found, pairs)
+    results = completions(trace, tokens, **columns, sum_logp=sums, sum_ref_logp=refs)
+    return with_pairs(results, pairs)
 
 
 def grpo(trace: Trace, config: Any) -> Record:
@@ -204,11 +204,11 @@ def grpo(trace: Trace, config: Any) -> Record:
     losses = by_completion(trace, tokens["token_loss"])
     columns["mean_loss"] = torch.tensor([sum(each) / max(1, len(each)) for each in losses])
     trained = {one["slot"]: one for one in completions(trace, tokens, **columns)}
-    selected, found = trace.of("select")[-1].result, candidates(trace, config)
+    selected, results = trace.of("select")[-1].result, candidates(trace, config)
     advantages = trace.of("advantages")[-1].result.flatten().tolist()
     for slot, candidate in enumerate(selected.candidates.tolist()):
         if slot in trained:
-            one, more = found[candidate], trained[slot]
+            one, more = results[candidate], trained[slot]
             one |= more | {"tokens": one["tokens"] | more["tokens"]}
             one["advantage"] = advantages[slot]
             one["moved_as_wanted"] = (one["factor"] - 1) * advantages[slot] > 0
@@ -220,7 +220,7 @@ def grpo(trace: Trace, config: Any) -> Record:
     rewards, deviations = call.arguments["rewards"], call.result
     means = (rewards.double() - deviations)[:, 0]
     prompts = {"row": selected.groups.rows, "mean": means, "std": deviations.std(1)}
-    return {"completions": found, "prompts": records(prompts)}
+    return {"completions": results, "prompts": records(prompts)}
 
 
 def candidates(trace: Trace, config: Any) -> list[Record]:

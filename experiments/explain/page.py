@@ -34,11 +34,11 @@ def code_line(function: str, code: str = "") -> dict[str, Any]:
     target = inspect.unwrap(resolve_name(function))
     lines, start = inspect.getsourcelines(target)
     code = code or f"def {target.__name__}("
-    found = [(number, line.strip()) for number, line in enumerate(lines, start) if code in line]
-    if not found:
+    matches = [(number, line.strip()) for number, line in enumerate(lines, start) if code in line]
+    if not matches:
         raise LookupError(f"{function} has no line with {code!r}")
     file = Path(target.__code__.co_filename).resolve().relative_to(ROOT).as_posix()
-    number, text = found[0]
+    number, text = matches[0]
     return {"function": function, "code": code, "file": file, "line": number, "text": text}
 
 

@@ -10,7 +10,7 @@ from experiments.plan.work import FLOAT32, MicroBatch, Run
 
 
 def activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, float]:
-    """What is kept of a forward pass when its backward begins, and the most while it runs.
+    """Bytes kept of a forward pass when its backward begins, and the most while it runs.
 
     Kept is, with gradient checkpointing, of a block its input only. The last block computes, in the
     shared layout, more than keys and values only for the tail: the completions, and the last token
@@ -31,13 +31,13 @@ def activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, f
     else:  # the mask of each row, made a number of the compute dtype in each layer
         seen = config.max_prompt_length + config.max_completion_length
         block = last = block + batch.completions * seen**2 * size
-    made = (2 * model.width + model.num_gates * model.mlp_width) * size  # of a token
+    temporary = (2 * model.width + model.num_gates * model.mlp_width) * size  # of a token
     layers, outer = model.num_layers, tokens * model.outer_bytes
     if config.gradient_checkpointing:
         kept = outer + layers * tokens * model.width * size
-        return kept, kept + block + tokens * made
+        return kept, kept + block + tokens * temporary
     kept = outer + (layers - 1) * block + last
-    return kept, max(kept + tail * made, kept - last + tokens * made)
+    return kept, max(kept + tail * temporary, kept - last + tokens * temporary)
 
 
 def forward_bytes(run: Run, model: Footprint, tokens: float) -> float:
@@ -64,12 +64,12 @@ def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool)
     head = model.head_weights
     if not head:
         return 0.0
-    vocabulary, own = model.vocabulary, run.config.max_completion_length
+    vocabulary, length = model.vocabulary, run.config.max_completion_length
     has_entropy = run.config.stage == "GRPO"
     has_exact_kl = getattr(run.config, "has_exact_kl", False)
     cast = FLOAT32 * head if run.config.bf16 else 0  # the head in float32
     if run.is_shared:
-        rows = batch.completions * own
+        rows = batch.completions * length
         at_once = GPU_CHUNK_NUMBERS if run.on_gpu else CHUNK_NUMBERS
         chunk = min(rows, max(1, at_once // vocabulary)) * vocabulary
         copies = 1 + 2 * has_exact_kl + (has_entropy and run.on_gpu)
@@ -77,4 +77,4 @@ def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool)
     copies = 3
     if trains:
         copies = 5 + 4 * has_exact_kl + has_entropy * (1 + 2 * (batch.number > 1))
-    return FLOAT32 * batch.completions * (own + 1) * vocabulary * copies + cast
+    return FLOAT32 * batch.completions * (length + 1) * vocabulary * copies + cast

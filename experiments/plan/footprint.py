@@ -36,7 +36,7 @@ def numbers(unit: Unit, ranks: int = 1, *, trained: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Decoder:
-    """What a forward pass costs follows from these."""
+    """Sizes of a decoder, from which the cost of a forward pass follows."""
 
     num_layers: int
     block_weights: float  # numbers in the matrices of a block, in the mean over the blocks
@@ -88,7 +88,7 @@ def of_model(
     kind: Kind,
     config: TrainConfig,
     *,
-    trains: bool,  # False of a frozen model, which has no adapters of its own
+    trains: bool,  # False of a frozen model, which has no adapters
 ) -> Footprint:
     """The footprint of the model at a path, from its configuration only.
 
@@ -163,10 +163,10 @@ def measure(lm: Any, config: TrainConfig) -> Footprint:
 def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
     """Inputs and outputs of the linear layers of a block, without the matrices of adapters."""
     shapes = []
-    for name, part in block.named_modules():
-        if isinstance(part, nn.Linear | Conv1D) and ".lora_" not in name:
-            rows, columns = part.weight.shape
-            shapes.append((rows, columns) if isinstance(part, Conv1D) else (columns, rows))
+    for name, layer in block.named_modules():
+        if isinstance(layer, nn.Linear | Conv1D) and ".lora_" not in name:
+            rows, columns = layer.weight.shape
+            shapes.append((rows, columns) if isinstance(layer, Conv1D) else (columns, rows))
     return shapes
 
 
@@ -221,10 +221,10 @@ class Count:
 
 
 def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig) -> Count:
-    """What the graph of one forward pass keeps, in the compute dtype.
+    """Numbers that the graph of one forward pass keeps, in the compute dtype.
 
     Raises:
-        UserError: the model has an attention of its own, or computes what depends on its data.
+        UserError: the model has another attention, or computes what depends on its data.
     """
     if config.bf16:
         lm.to(torch.bfloat16)

@@ -24,65 +24,65 @@ COLUMNS = (
     *("copy", "cache", "checkpoint", "process"),
 )
 HOST_COLUMNS = ("offloaded", "checkpoint's copy", "export on rank 0", "most")
-Parts = dict[str, float]  # bytes by column
+Columns = dict[str, float]  # bytes by column
 
 
 @dataclass
 class Moment:
-    """What is in memory at once."""
+    """Bytes that are in memory at once."""
 
     name: str
-    parts: Parts
+    columns: Columns
 
     @property
     def total(self) -> float:
         """Bytes."""
-        return sum(self.parts.values())
+        return sum(self.columns.values())
 
 
 def moments(run: Run) -> list[Moment]:
-    """What a rank holds at each moment at which that may be most, from the second step on.
+    """Bytes of a rank at each moment at which they may be most, from the second step on.
 
-    On a CPU a checkpoint is written too, in the background beside the most that a step takes, and
+    On a CPU a checkpoint is written too, in the background during the most that a step takes, and
     the model at the end.
     """
     is_dpo = isinstance(run.config, DPOConfig)
     base = resident(run, models_of(run)) | kept_by_graphs(run)
     in_step = update_moments(run, base)
-    found = in_step + sampling_moments(run, base)
+    every = in_step + sampling_moments(run, base)
     if run.reference:  # DPO's scores ahead of the policy
-        beside = resident(run, [run.reference], trains=False) if is_dpo else base
-        found.append(scoring_moment(run, "reference", run.reference, beside))
+        base_now = resident(run, [run.reference], trains=False) if is_dpo else base
+        every.append(scoring_moment(run, "reference", run.reference, base_now))
     of_kl = kept_for_kl(run)
-    for moment in found:
-        moment.parts["activations"] = moment.parts.get("activations", 0.0) + of_kl
+    for moment in every:
+        moment.columns["activations"] = moment.columns.get("activations", 0.0) + of_kl
     if run.on_gpu:
-        return found
+        return every
     if run.config.save_steps:
-        at_once = in_step if is_dpo else found  # DPO's others are ahead of training
-        most = max(at_once, key=lambda moment: moment.total).parts
-        beside = most if run.config.async_save else base | {"activations": of_kl}
-        found.append(Moment("save", beside | {"checkpoint": saved_bytes(run)}))
-    return [*found, Moment("export", base | {"copy": export_bytes(run)})]
+        at_once = in_step if is_dpo else every  # DPO's others are ahead of training
+        most = max(at_once, key=lambda moment: moment.total).columns
+        base_now = most if run.config.async_save else base | {"activations": of_kl}
+        every.append(Moment("save", base_now | {"checkpoint": saved_bytes(run)}))
+    return [*every, Moment("export", base | {"copy": export_bytes(run)})]
 
 
 def peak(run: Run) -> Moment:
-    """The moment at which a rank holds most."""
+    """The largest of a rank's moments."""
     return max(moments(run), key=lambda moment: moment.total)
 
 
 # ---- what stays ----------------------------------------------------------------------------------
 
 
-def resident(run: Run, models: Sequence[Footprint], *, trains: bool = True) -> Parts:
+def resident(run: Run, models: Sequence[Footprint], *, trains: bool = True) -> Columns:
     """Shards that stay: parameters of these models, two moments of what is trained."""
     is_here, shards = not run.is_offloaded, run.num_shards
     parameters = sum(parameter_bytes(run, model, shards, trains=trains) for model in models)
-    parts = {"parameters": parameters * is_here, "process": run.process_bytes}
+    columns = {"parameters": parameters * is_here, "process": run.process_bytes}
     if trains:
         optimiser = FLOAT32 * MOMENTS_OF_ADAM * run.policy.numbers(shards, trained=True)
-        parts["optimiser"] = float(optimiser * is_here)
-    return parts
+        columns["optimiser"] = float(optimiser * is_here)
+    return columns
 
 
 def parameter_bytes(run: Run, model: Footprint, shards: int, *, trains: bool = True) -> float:
@@ -99,7 +99,7 @@ def parameter_bytes(run: Run, model: Footprint, shards: int, *, trains: bool = T
 
 
 def models_of(run: Run) -> list[Footprint]:
-    """What stays in memory while the policy trains.
+    """Models that stay in memory while the policy trains.
 
     DPO frees its reference, which scored ahead, and reward models that judged its rollouts.
     """
@@ -127,7 +127,7 @@ def gathered(run: Run, model: Footprint, *, has_backward: bool) -> float:
 # ---- an update -----------------------------------------------------------------------------------
 
 
-def update_moments(run: Run, base: Parts) -> list[Moment]:
+def update_moments(run: Run, base: Columns) -> list[Moment]:
     """The loss of a micro-batch, the backward of its last block, and the end of its backward."""
     policy, batch = run.policy, micro_batch(run)
     # Whole until the last backward, which saves traffic; or shards all the time.
@@ -190,18 +190,18 @@ def last_gradients(run: Run, num_micro_batches: int) -> float:
 # ---- scoring and sampling ------------------------------------------------------------------------
 
 
-def scoring_moment(run: Run, name: str, model: Footprint, base: Parts) -> Moment:
+def scoring_moment(run: Run, name: str, model: Footprint, base: Columns) -> Moment:
     """A frozen model scores a micro-batch; nothing is kept for backward."""
     batch = micro_batch(run)
-    parts = {
+    columns = {
         "gathered": gathered(run, model, has_backward=False),
         "activations": forward_bytes(run, model, batch.tokens),
         "logits": logits_bytes(run, model, batch, trains=False),
     }
-    return Moment(name, base | parts)
+    return Moment(name, base | columns)
 
 
-def sampling_moments(run: Run, base: Parts) -> list[Moment]:
+def sampling_moments(run: Run, base: Columns) -> list[Moment]:
     """Rollouts and their rewards; of DPO before the policy trains; else the printed samples.
 
     What a server that samples takes is not counted.
@@ -220,7 +220,7 @@ def sampling_moments(run: Run, base: Parts) -> list[Moment]:
     ]
 
 
-def rollout_moment(run: Run, base: Parts, num_prompts: int, num_samples: int) -> Moment:
+def rollout_moment(run: Run, base: Columns, num_prompts: int, num_samples: int) -> Moment:
     """Sampling: the copy, the cache, and a token's logits.
 
     Of the logits there are the model's, their logarithms, and of these a filled-up copy, a
@@ -229,16 +229,16 @@ def rollout_moment(run: Run, base: Parts, num_prompts: int, num_samples: int) ->
     assert isinstance(run.config, SamplingConfig)
     prompts, samples = decoded_at_once(run.config.max_prompt_length, num_samples, run.config)
     prompts = min(prompts, num_prompts)
-    parts = {
+    columns = {
         "copy": copy_bytes(run),
         "cache": cache_bytes(run, prompts, samples),
         "logits": 5.0 * FLOAT32 * prompts * samples * run.policy.vocabulary,
     }
-    return Moment("rollout", base | parts)
+    return Moment("rollout", base | columns)
 
 
 def kept_for_kl(run: Run) -> float:
-    """What an exact KL keeps of the reference until the next step's takes its place.
+    """Bytes that an exact KL keeps of the reference until the next step.
 
     The last hidden states of the rank's completions, of all updates, and the head, whole and in
     float32, which in one process of float32 is the reference's own.
@@ -278,19 +278,19 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
     one layer a second, as it grows by a token.
     """
     policy, config = run.policy, run.config
-    layers, own = policy.num_layers, config.max_completion_length
+    layers, completion = policy.num_layers, config.max_completion_length
     tokens, samples = num_prompts * config.max_prompt_length, num_prompts * num_samples
     per_token = 2 * layers * policy.key_width * run.number_bytes
     if not run.is_shared:
-        whole = samples * (config.max_prompt_length + own) * per_token
+        whole = samples * (config.max_prompt_length + completion) * per_token
         return whole * (1 + 1 / layers)
     kept = layers * policy.kept_keys_bytes * tokens
-    rooms = samples * own * per_token
+    rooms = samples * completion * per_token
     both = kept + rooms if run.on_gpu else max(kept, rooms)
     return max(tokens * per_token + both, kept + forward_bytes(run, policy, tokens))
 
 
-def kept_by_graphs(run: Run) -> Parts:
+def kept_by_graphs(run: Run) -> Columns:
     """Weights and cache that stay for sampling's CUDA graphs (`Sampler.keeps_graphs`)."""
     config = run.config
     if not (isinstance(config, GRPOConfig) and run.on_gpu and run.is_shared):
@@ -343,7 +343,7 @@ def export_bytes(run: Run) -> float:
 
 
 def host_bytes(run: Run) -> list[float]:
-    """What a GPU's process holds on its host, in the order of `HOST_COLUMNS`.
+    """Bytes of a GPU's process on its host, in the order of `HOST_COLUMNS`.
 
     At once there is what is offloaded (shards of all models, of moments and of gradients), and a
     save or, once that has ended, the export.

@@ -90,24 +90,24 @@ def tables(run: Run, all_ranks: Sequence[int]) -> list[str]:
     for ranks in all_ranks:
         here = run.on(ranks)
         every, most = moments(here), peak(here)
-        parts = [gigabytes(most.parts.get(column, 0.0)) for column in COLUMNS]
+        cells = [gigabytes(most.columns.get(column, 0.0)) for column in COLUMNS]
         peaks = [gigabytes(most.total), most.name, gigabytes(peak(other.on(ranks)).total)]
-        at_worst.append([f"{ranks}", f"{micro_batch(here).number}", *parts, *peaks])
+        at_worst.append([f"{ranks}", f"{micro_batch(here).number}", *cells, *peaks])
         at_each.append([f"{ranks}", *(gigabytes(moment.total) for moment in every)])
         on_host.append([f"{ranks}", *map(gigabytes, host_bytes(here))])
     last = f"peak, {'whole' if is_sharded else 'sharded'} gradients"
-    found = [
+    lines = [
         markdown_table(["ranks", "micro-batches", *COLUMNS, "peak", "when", last], at_worst),
         "GB at each moment:",
         markdown_table(["ranks", *(moment.name for moment in every)], at_each),
     ]
     if run.on_gpu:
-        found += [
+        lines += [
             "CUDA and NCCL themselves, and gaps between allocations, are not counted",
             "GB of a rank on its host, beside Python and its libraries:",
             markdown_table(["ranks", *HOST_COLUMNS], on_host),
         ]
-    return found
+    return lines
 
 
 def gigabytes(number: float) -> str:

@@ -20,11 +20,11 @@ MOMENTS_OF_ADAM = 2
 
 @dataclass(frozen=True)
 class Run:
-    """What the arithmetic is about."""
+    """A run whose memory and work are planned."""
 
     config: TrainConfig
     policy: Footprint  # what is trained, be it a reward model
-    reference: Footprint | None  # one that is a model of its own
+    reference: Footprint | None  # a separate model, if there is one
     reward_models: tuple[Footprint, ...]
     on_gpu: bool
     process_bytes: float  # of Python and its libraries, where they share the memory
@@ -95,10 +95,10 @@ def has_reference(config: TrainConfig) -> bool:
 
 def piece_tokens(run: Run, num_completions: int) -> int:
     """Tokens that a prompt with so many completions of full length costs in a forward pass."""
-    prompt, own = run.config.max_prompt_length, run.config.max_completion_length
+    prompt, completion = run.config.max_prompt_length, run.config.max_completion_length
     if run.is_shared:
-        return prompt + num_completions * own
-    return num_completions * (prompt + own)
+        return prompt + num_completions * completion
+    return num_completions * (prompt + completion)
 
 
 def micro_batch(run: Run) -> MicroBatch:
@@ -135,30 +135,30 @@ def step_flops(run: Run) -> dict[str, float]:
     if it is frozen. With gradient checkpointing it makes the forward's again.
     """
     config, policy = run.config, run.policy
-    prompt, own = config.max_prompt_length, config.max_completion_length
-    length = prompt + own
+    prompt, completion = config.max_prompt_length, config.max_completion_length
+    length = prompt + completion
 
     def forward(model: Footprint, num_completions: int) -> float:
         if run.is_shared:
-            of_prompt = group_flops(model, prompt, [own] * num_completions)
+            of_prompt = group_flops(model, prompt, [completion] * num_completions)
         else:  # every completion with a copy of its prompt
-            of_prompt = num_completions * model.flops(length, causal_pairs(length), own + 1)
+            of_prompt = num_completions * model.flops(length, causal_pairs(length), completion + 1)
         return config.batch_size * of_prompt
 
     scored = forward(policy, run.num_completions)
     num_passes = config.num_iterations if isinstance(config, GRPOConfig) else 1
     backward = (1 if policy.has_adapters else 2) + config.gradient_checkpointing
-    found = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
+    operations = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
     if isinstance(config, GRPOConfig):
-        sampling = group_flops(policy, prompt, [own] * config.num_candidates)
-        found["sampling"] = config.batch_size * sampling
+        sampling = group_flops(policy, prompt, [completion] * config.num_candidates)
+        operations["sampling"] = config.batch_size * sampling
         if config.num_updates > 1:
-            found["old log-probabilities"] = scored
+            operations["old log-probabilities"] = scored
     if has_reference(config):
-        found["reference"] = forward(run.reference or policy, run.num_completions)
+        operations["reference"] = forward(run.reference or policy, run.num_completions)
     if isinstance(config, GRPOConfig) and run.reward_models:  # DPO has them before its steps
-        found["rewards"] = sum(forward(m, config.num_candidates) for m in run.reward_models)
-    return found
+        operations["rewards"] = sum(forward(m, config.num_candidates) for m in run.reward_models)
+    return operations
 
 
 def causal_pairs(num_queries: float, num_before: float = 0) -> float:
@@ -176,7 +176,7 @@ def group_flops(decoder: Decoder, prompt: float, completions: Sequence[float]) -
     """
     pairs = causal_pairs(prompt) + sum(causal_pairs(length, prompt) for length in completions)
     whole = decoder.flops(prompt + sum(completions), pairs, sum(completions))
-    rest = decoder.block_weights - decoder.key_value_weights
-    unread = 2.0 * rest * (prompt - 1)
+    other_weights = decoder.block_weights - decoder.key_value_weights
+    unread = 2.0 * other_weights * (prompt - 1)
     unread += 4.0 * decoder.attention_width * causal_pairs(prompt - 1)
     return whole - unread

@@ -73,8 +73,8 @@ def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]
     system = systems.get(str(run_dir), {})
     if name.startswith(JUDGED):
         # A table of many systems may have named it with its file: `judged/FILE.py:JUDGE`
-        found, end = judged(system), f":{name.removeprefix(JUDGED)}"
-        value = found.get(name, next((found[key] for key in found if key.endswith(end)), None))
+        values, end = judged(system), f":{name.removeprefix(JUDGED)}"
+        value = values.get(name, next((values[key] for key in values if key.endswith(end)), None))
     elif name in OUTCOMES:
         value = system.get(name)
     else:
@@ -87,10 +87,10 @@ def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]
 
 def judged(system: Mapping[str, Any]) -> dict[str, Any]:
     """The mean rewards and pass rates of a system, by outcome."""
-    found = {f"{JUDGED}{judge}": mean for judge, mean in (system.get("rewards") or {}).items()}
+    values = {f"{JUDGED}{judge}": mean for judge, mean in (system.get("rewards") or {}).items()}
     for judge, rates in (system.get("pass_rates") or {}).items():
-        found |= {f"{JUDGED}{judge}/{name}": rate for name, rate in rates.items()}
-    return found
+        values |= {f"{JUDGED}{judge}/{name}": rate for name, rate in rates.items()}
+    return values
 
 
 def judges(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -98,9 +98,9 @@ def judges(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
     every = list(systems.values())
     model = next((system["name"] for system in every if system.get("kind") == "reward_model"), "")
     names = {"gold_reward": f"{JUDGED}gold", "reward": f"{JUDGED}{model}"}
-    known = {name for system in every for key, name in names.items() if system.get(key)}
-    found = dict.fromkeys(name for system in every for name in judged(system))
-    return [name for name in found if name not in known and f"{name}/pass@1" not in found]
+    measured = {name for system in every for key, name in names.items() if system.get(key)}
+    outcomes = dict.fromkeys(name for system in every for name in judged(system))
+    return [o for o in outcomes if o not in measured and f"{o}/pass@1" not in outcomes]
 
 
 # ---- over seeds ----------------------------------------------------------------------------------
@@ -189,9 +189,9 @@ def write_results(
     facts: Mapping[str, str],
     run_dirs: Iterable[Path],
 ) -> None:
-    """Write the record and the page beside it, with the runs' commits; print the page's tables."""
-    found = (read_config(run_dir, ENVIRONMENT) for run_dir in run_dirs)
-    commits = sorted({str(environment["git_commit"]) for environment in found if environment})
+    """Write the record and the page, with the runs' commits; print the page's tables."""
+    environments = (read_config(run_dir, ENVIRONMENT) for run_dir in run_dirs)
+    commits = sorted({str(values["git_commit"]) for values in environments if values})
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"git_commits": commits, **record}, indent=1) + "\n")
     short = ", ".join(commit[:16] for commit in commits) or "none"

@@ -76,7 +76,7 @@ START = ("model_name_or_path", "dataset_name")
 
 @dataclass
 class ReplicateConfig:
-    """What is replicated, and how often."""
+    """A recipe, and the seeds of its chains."""
 
     recipe: str = flag("", "folder, or name of one in assets/recipes, as tldr-gpt2 (required)")
     seeds: list[int] = flag([0, 1, 2], "one chain for each", required=True, ge=0)
@@ -93,10 +93,10 @@ class ReplicateConfig:
         check_fields(self)
         if not self.recipe or not stages_of(self.folder):
             names = {path.parent.name for path in (ROOT / RECIPES).glob("*/*.yaml")}
-            known = [name for name in sorted(names) if stages_of(ROOT / RECIPES / name)]
+            chains = [name for name in sorted(names) if stages_of(ROOT / RECIPES / name)]
             raise UserError(
                 f"--recipe is {self.recipe!r}; it must be a folder with recipes of stages "
-                f"({', '.join(f'{stage}.yaml' for stage in CHAIN)}), or one of {', '.join(known)}."
+                f"({', '.join(f'{stage}.yaml' for stage in CHAIN)}), or one of {', '.join(chains)}."
             )
         if len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"--seeds is {self.seeds}; it must be one or more distinct numbers.")
@@ -142,8 +142,13 @@ def main(config: ReplicateConfig) -> None:
         "overrides": config.overrides,
         "published": [asdict(row) for row in published],
         "ours": [
-            {"system": name, "metric": metric, "by_seed": found, **summary(metric, found.values())}
-            for (name, metric), found in ours.items()
+            {
+                "system": name,
+                "metric": metric,
+                "by_seed": by_seed,
+                **summary(metric, by_seed.values()),
+            }
+            for (name, metric), by_seed in ours.items()
         ],
         "differences": [
             {"metric": metric, **asdict(effect), "difference": asdict(effect.difference)}
@@ -288,15 +293,15 @@ def stages_with(override: str, names: Sequence[str]) -> list[str]:
     """
     name, equals, _ = override.partition("=")
     stage, _, flag_name = name.rpartition(".")
-    known = {}
+    flags_of = {}
     for taker in names:
         cls = config_class(script_of(taker))
-        known[taker] = {f.name for f in fields(cls)} - {"seed", "output_dir"}
-    takers = [taker for taker in names if flag_name in known[taker] and stage in ("", taker)]
+        flags_of[taker] = {f.name for f in fields(cls)} - {"seed", "output_dir"}
+    takers = [taker for taker in names if flag_name in flags_of[taker] and stage in ("", taker)]
     if not equals or not takers:
         raise UserError(
             f"--overrides has {override!r}; it must be flag=value or stage.flag=value with a flag "
-            f"of {', '.join(names)} ({hint(flag_name, set().union(*known.values()))})."
+            f"of {', '.join(names)} ({hint(flag_name, set().union(*flags_of.values()))})."
         )
     return takers
 

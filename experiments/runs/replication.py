@@ -40,7 +40,7 @@ def measured(
     finished: Mapping[int, Mapping[str, Path]], published: Sequence[Published]
 ) -> Measured:
     """Every outcome of every finished run by seed and stage, in its unit."""
-    found: Measured = {}
+    values: Measured = {}
     for seed, run_dirs in finished.items():
         systems = systems_by_run(run_dirs["evaluate"]) if "evaluate" in run_dirs else {}
         for name, run_dir in run_dirs.items():
@@ -48,8 +48,8 @@ def measured(
             for metric in dict.fromkeys([*OUTCOMES, *judges(systems), *asked]):
                 value = outcome_of(metric, run_dir, systems)
                 if value is not None:
-                    found.setdefault((name, metric), {})[seed] = value
-    return found
+                    values.setdefault((name, metric), {})[seed] = value
+    return values
 
 
 def read_published(file: Path) -> list[Published]:
@@ -62,8 +62,8 @@ def read_published(file: Path) -> list[Published]:
 
 
 def differences(ours: Measured) -> Effects:
-    """What each stage has over each earlier one, in runs of the same seed, by metric."""
-    found: dict[str, dict[str, list[Effect]]] = {}
+    """Each stage minus each earlier one, in runs of the same seed, by metric."""
+    panels: dict[str, dict[str, list[Effect]]] = {}
     for metric in dict.fromkeys(metric for _, metric in ours):
         pairs = list(combinations([system for system, name in ours if name == metric], 2))
         for base, system in pairs:
@@ -72,8 +72,8 @@ def differences(ours: Measured) -> Effects:
                 values = [later[seed] for seed in seeds], [earlier[seed] for seed in seeds]
                 variant = Variant(system, f"compared with {base}", system)
                 effect = Effect(variant, metric, *values, len(pairs))
-                found.setdefault(metric, {}).setdefault(metric, []).append(effect)
-    return found
+                panels.setdefault(metric, {}).setdefault(metric, []).append(effect)
+    return panels
 
 
 def difference_table(panels: Effects) -> Table:

@@ -17,10 +17,10 @@ def run(main: Callable[..., None], about: str) -> None:
         kind = "folder to write to" if name == "target" else "hub id, or folder of a local copy"
         note = f"default: {default}" if default else "required"
         parser.add_argument(f"--{name}", default=default, help=f"{kind} ({note})")
-    given = vars(parser.parse_args())
+    arguments = vars(parser.parse_args())
     sources.is_reachable()  # if not, it is not asked again and again
     try:
-        main(**given)
+        main(**arguments)
     except (OSError, ValueError) as error:  # no file, and nothing from the hub
         copies = " ".join(f"--{name} FOLDER" for name in defaults if name != "target")
         sys.exit(f"error: {gist(error)}; local copies are given by {copies}.")

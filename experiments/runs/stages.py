@@ -128,7 +128,7 @@ def is_finished(stage: Stage) -> bool:
 
 
 def command(stage: Stage, num_processes: int) -> list[str]:
-    """What starts the run."""
+    """The command line that starts the run."""
     script = [str(ROOT / stage.script)]
     if stage.script.startswith("experiments/"):
         script = ["-m", stage.script.removesuffix(".py").replace("/", ".")]
@@ -141,7 +141,7 @@ def command(stage: Stage, num_processes: int) -> list[str]:
 
 
 def config_class(script: str) -> type[Any]:
-    """What the flags of a script become: what its `main` takes."""
+    """The config class of a script: the parameter of its `main`."""
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     return cast(type[Any], get_type_hints(module.main)["config"])
 
@@ -165,7 +165,7 @@ def check_flags(stages: Iterable[Stage]) -> None:
 
 
 def script_arguments(stage: Stage) -> list[str]:
-    """What a run's script is given."""
+    """The arguments of a run's script."""
     words = ["--config", str(stage.config)] if stage.config else []
     for name, value in {**stage.flags, "output_dir": stage.output_dir}.items():
         if isinstance(value, list | tuple):
@@ -204,7 +204,7 @@ def show(words: list[str], log: Path) -> tuple[int, list[str]]:
 
 
 def description(stage: Stage) -> dict[str, Any]:
-    """What a run is a function of, ready for JSON.
+    """Everything that a run depends on, ready for JSON.
 
     Values are texts, as on a command line: 1e-4 in a recipe and 0.0001 as a flag are two runs.
     """
@@ -225,25 +225,25 @@ def inputs(texts: Iterable[str]) -> dict[str, str]:
     `file.py:function` names a file; `output/sft` and `output/sft/model` are of the run in
     `output/sft`. Of a folder that is no run of ours names, sizes and times of rows and weights.
     """
-    found = {}
+    digests = {}
     for text in dict.fromkeys(texts):
         path = Path(text.split(".py:")[0] + ".py") if ".py:" in text else Path(text)
         if not 0 < len(text) < LONGEST_PATH or not path.exists():
             continue
         marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]
         if path.is_file() or marks:
-            found[text] = describe(path if path.is_file() else marks[0])["sha256"]
+            digests[text] = describe(path if path.is_file() else marks[0])["sha256"]
         else:
             files = sorted(
                 file for file in path.iterdir() if file.suffix in DATA and file.is_file()
             )
             about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            found[text] = hashlib.sha256(repr(about).encode()).hexdigest()
-    return found
+            digests[text] = hashlib.sha256(repr(about).encode()).hexdigest()
+    return digests
 
 
 def read_mark(output_dir: Path, name: str = MARK) -> dict[str, Any] | None:
-    """What made the finished (or the begun) run in a folder, None where there is none."""
+    """The description of the finished (or the begun) run in a folder, None without one."""
     try:
         return dict(json.loads((output_dir / name).read_text(encoding="utf-8")))
     except (FileNotFoundError, json.JSONDecodeError):

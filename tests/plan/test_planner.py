@@ -78,7 +78,7 @@ def run_of(
 def parts(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
     """The bytes by column at a moment."""
     (found,) = (m for m in memory.moments(run.on(num_ranks)) if m.name == name)
-    return found.parts
+    return found.columns
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -362,7 +362,9 @@ def test_what_graphs_read_stays_between_rollouts(shapes: Path):
     kept = {"copy": memory.copy_bytes(run), "cache": float(keys)}
     assert memory.kept_by_graphs(run) == kept
     in_update = [moment for moment in memory.moments(run) if moment.name == "loss"]
-    assert [moment.parts | kept for moment in in_update] == [moment.parts for moment in in_update]
+    assert [moment.columns | kept for moment in in_update] == [
+        moment.columns for moment in in_update
+    ]
     for other in ({"cuda_graphs": False}, {"layout": "padded"}, {"max_completion_length": 2**26}):
         assert memory.kept_by_graphs(run.with_flags(**other)) == {}
 
@@ -417,8 +419,8 @@ def test_dpo_saves_when_what_scored_ahead_is_gone(shapes: Path):
     flags = ROLLOUTS | {"generation_batch_size": 4096, "batch_size": 64, "micro_batch_tokens": 64}
     found = {m.name: m for m in memory.moments(run_of(shapes, **flags, save_steps=1))}
     assert found["rollout"].total > found["loss"].total  # so that the claim says something
-    assert "cache" not in found["save"].parts
-    assert found["save"].parts["optimiser"] == 8 * NUMBERS
+    assert "cache" not in found["save"].columns
+    assert found["save"].columns["optimiser"] == 8 * NUMBERS
 
 
 def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):

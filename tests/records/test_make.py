@@ -67,7 +67,7 @@ def record_of(part: str) -> Record:
 
 
 def what_changed() -> str:
-    part = studies.parts()["one"]
+    part = studies.recordings()["one"]
     changed = studies.what_changed(part, record_of("one"))
     assert (f"; since then {changed} have changed" in tables.source(part)) == bool(changed)
     return changed
@@ -145,7 +145,7 @@ def test_the_commit_is_what_runs_whatever_is_edited_meanwhile(tree: Path):
     commit_of_code = make.code_commit()
     of_commit = make.worktree(commit_of_code)
     (tree / "adder.py").write_text("raise SystemExit(3)\n")
-    assert make.make(studies.parts()["one"], commit_of_code, of_commit)
+    assert make.make(studies.recordings()["one"], commit_of_code, of_commit)
     assert (of_commit / "data" / "rows").exists()
 
 
@@ -205,11 +205,11 @@ def test_the_code_of_a_record_imports_no_other_test():
         assert set(imported) <= own, file
 
 
-PARTS = studies.parts()
+PARTS = studies.recordings()
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=str)
-def test_a_record_is_of_the_command_of_its_part(part: studies.Part):
+def test_a_record_is_of_the_command_of_its_part(part: studies.Recording):
     if record := studies.read_record(part.name):
         assert current.is_same_command(record.commands, part.words)
         assert not current.is_same_command(record.commands, f"{part.words} --seed 1")
@@ -217,7 +217,7 @@ def test_a_record_is_of_the_command_of_its_part(part: studies.Part):
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=str)
-def test_a_part_comes_after_those_that_it_needs(part: studies.Part):
+def test_a_part_comes_after_those_that_it_needs(part: studies.Recording):
     names = list(PARTS)
     for path in part.needs:
         if path.startswith("output/"):

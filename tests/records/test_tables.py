@@ -120,12 +120,12 @@ def test_a_page_names_a_record_once_and_every_part_has_a_line(recorded: Path):
     assert tables.filled(PAGE + PAGE).count("*[Record]") == 1
     text = tables.filled("<!-- records -->\n<!-- /records -->\n")
     lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("| ")}
-    assert lines.keys() >= studies.parts().keys()
+    assert lines.keys() >= studies.recordings().keys()
     assert "0123456789" in lines["demo"]
 
 
 def test_every_run_of_a_record_is_of_its_commit():
-    for name in studies.parts():
+    for name in studies.recordings():
         record = studies.read_record(name)
         for file in (studies.RECORDS / name).glob("*.json"):
             commits = json.loads(file.read_text()).get("git_commits")

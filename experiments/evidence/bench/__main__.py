@@ -5,7 +5,7 @@
     python -m experiments.evidence.bench --stages sft dpo
     python -m experiments.evidence.bench --resume   # goes on where the same command was stopped
 
-Each row runs TRL, ours, then ours, TRL (`--rounds`), every run a process of its own; the first
+Each row runs TRL, ours, then ours, TRL (`--rounds`), every run in a separate process; the first
 steps are warm-up. A round's figure is the median of its steps; a row's is the median of its rounds,
 its ratio's range that of the rounds. First of all both sides must compute the same losses
 (`same_loss.py`). Writes `results.json` and `table.md` to `output/bench/<model>`.
@@ -77,11 +77,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Result:
     rows = [ROWS[name] for name in arguments.stages]
     file = folder / "runs.json"
     runs: list[Result] = json.loads(file.read_text()) if arguments.resume and file.exists() else []
-    made = {(one["row"], one["side"], one["round"]) for one in runs}
+    finished = {(one["row"], one["side"], one["round"]) for one in runs}
     for round_number in range(1, arguments.rounds + 1):
         for row in rows:
             for side, run in sides[:: 1 if round_number % 2 else -1]:  # either is first in turn
-                if (row.name, side, round_number) in made:
+                if (row.name, side, round_number) in finished:
                     continue
                 print(f"round {round_number} of {arguments.rounds}: {row.name}, {side}", flush=True)
                 output = folder / "runs" / f"{row.name}-{side}-{round_number}"
@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Result:
 
 
 def machine(threads: int) -> Result:
-    """What it ran on."""
+    """Processor, threads and versions."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),

@@ -227,13 +227,13 @@ def build(name: str, folder: Path, seed: int = 0) -> None:
     policy = make_policy(shape, prompts, seed)
     probability = completion_logits(policy, prompts).softmax(-1)[:, EOS_ID].mean().item()
     assert abs(probability / EOS_PROBABILITY - 1) < 0.1, probability
-    for part, model in (
+    for name, model in (
         ("policy", policy),
         ("reference", make_policy(shape, prompts, seed + 1)),
         ("reward_model", make_reward_model(shape, seed + 2)),
     ):
-        model.save_pretrained(folder / part)
-        tokenizer.save_pretrained(folder / part)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     content = {"made_from": record, "eos_probability": probability, "lengths": lengths}
     stamp.write_text(json.dumps(content) + "\n")
 

@@ -61,7 +61,7 @@ def step_flops(
 
 
 def step_units(row: BenchRow, lengths: dict[str, Sequence[int]]) -> int:
-    """What a step makes of the row's unit: tokens of prompts and completions, pairs, rollouts."""
+    """Units of a row in a step: tokens of prompts and completions, pairs, or rollouts."""
     if row.stage == "sft":
         return sum(sum(column) for column in lengths.values())
     return row.num_rows * max(1, row.num_generations)

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 RECIPES = re.compile(r"assets/recipes/([\w/-]+\.(?:yaml|json))|--recipe ([\w-]+)")
-OF_CASE = ("seed", "machine", "tolerance")  # beside its numbers
+OF_CASE = ("seed", "machine", "tolerance")  # next to its numbers
 Versions = dict[str, dict[str, str]]  # of the golden cases of each stage
 
 

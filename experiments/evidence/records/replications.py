@@ -24,12 +24,12 @@ COLUMNS = {  # of the means over seeds: heading, scale, digits
     "length": ("length", 1, 1),
     "stop_rate": ("stop %", 100, 1),
 }
-SCORES = ("{}", "{} implicit_reward", "{} logp")  # of a system's accuracy: the first found
+SCORES = ("{}", "{} implicit_reward", "{} logp")  # of a system's accuracy: the first that is there
 
 
-def evaluations(part: str) -> dict[str, Results]:
+def evaluations(recorded: str) -> dict[str, Results]:
     """The results of evaluation, by seed."""
-    files = sorted((studies.RECORDS / part).glob("seed_*/evaluation/results.json"))
+    files = sorted((studies.RECORDS / recorded).glob("seed_*/evaluation/results.json"))
     return {
         file.parents[1].name.removeprefix("seed_"): Results(**json.loads(file.read_text()))
         for file in files
@@ -46,7 +46,7 @@ def measured(results: Results) -> dict[str, dict[str, Any]]:
         *([{**references, "name": REFERENCE}] if references else []),
         # First those without a run: the model that the chain starts from
         *sorted(results.systems, key=lambda system: system.get("minutes") is not None),
-        *(own for own in compared if own["name"] in ("longer wins", "ROUGE-L wins")),
+        *(baseline for baseline in compared if baseline["name"] in ("longer wins", "ROUGE-L wins")),
     ]:
         rewards = system.get("rewards") or {}
         wins = [
@@ -63,25 +63,25 @@ def measured(results: Results) -> dict[str, dict[str, Any]]:
     return lines
 
 
-def means(part: str) -> str:
+def means(recorded: str) -> str:
     """A line per system: means over seeds."""
-    seeds = [measured(results) for results in evaluations(part).values()]
+    seeds = [measured(results) for results in evaluations(recorded).values()]
     names = list(seeds[0])
     heads, rows = [], [[name] for name in names]
     for key, (head, scale, digits) in COLUMNS.items():
-        found = [[lines[name][key] for lines in seeds] for name in names]
-        if all(value is None for values in found for value in values):
+        values_by_name = [[lines[name][key] for lines in seeds] for name in names]
+        if all(value is None for values in values_by_name for value in values):
             continue
         heads.append(head)
-        for row, values in zip(rows, found, strict=True):
-            known = [scale * number(value) for value in values if value is not None]
-            is_known, is_share = len(known) == len(seeds), scale == 100
-            row.append(over(known, digits, is_share=is_share) if is_known else NOT_MEASURED)
+        for row, values in zip(rows, values_by_name, strict=True):
+            measurements = [scale * number(value) for value in values if value is not None]
+            is_whole, is_share = len(measurements) == len(seeds), scale == 100
+            row.append(over(measurements, digits, is_share=is_share) if is_whole else NOT_MEASURED)
     return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
 
 
 def win_rate(results: Results, name: str, other: str) -> float:
-    """How often the reward model prefers a system to another one, at equal length."""
+    """Share of pairs in which the reward model prefers a system, at equal length."""
     models = reward_models(results.systems)
     (rate,) = (
         rate["length_controlled"]["win_rate"]
@@ -103,11 +103,11 @@ def number(value: Any) -> float:
     return float(value)
 
 
-def draw(part: str) -> Path:
+def draw(recorded: str) -> Path:
     """Draw accuracy, with intervals over prompts, and reward of seed 0."""
-    results = evaluations(part)["0"]
+    results = evaluations(recorded)["0"]
     assert results.comparison, "an evaluation on pairs"
-    compared = {own["name"]: own["accuracy"] for own in results.comparison["systems"]}
+    compared = {line["name"]: line["accuracy"] for line in results.comparison["systems"]}
     for system in results.systems:
         names = [score.format(system["name"]) for score in SCORES]
         over_prompts = next(compared[name] for name in names if name in compared)
@@ -118,4 +118,4 @@ def draw(part: str) -> Path:
         above, below = figure.subplots(2, 1)
         draw_accuracy(above, results, colours)
         draw_reward(below, results, colours)
-        return save(figure, studies.ROOT / "assets" / f"{part}.png", DPI)
+        return save(figure, studies.ROOT / "assets" / f"{recorded}.png", DPI)

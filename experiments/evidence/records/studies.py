@@ -1,4 +1,4 @@
-"""What the folders of `assets/recipes` record: their parts, and the records that there are.
+"""Studies, the folders of `assets/recipes`: the parts that they record, and the records.
 
 A study is a folder. Its `record.yaml` has the parts that `make results` makes, by name; its
 `tables.py` has `TABLES`, a function for each place `<!-- NAME -->` of a page, and `FIGURES`, one
@@ -25,7 +25,7 @@ STAGES = ("sft", "reward", "dpo", "grpo")
 
 
 @dataclass(frozen=True)
-class Part:
+class Recording:
     """A command, and what is kept of its results: an entry of a `record.yaml`."""
 
     name: str
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Record:
-    """`record.json` of a part: what made it, when and on what."""
+    """`record.json` of a part: command, code, time and machine."""
 
     commands: Sequence[str]
     git_commit: str
@@ -76,21 +76,19 @@ class Record:
     inputs: dict[str, dict[str, str]] = field(default_factory=dict)  # checksums of files, by path
 
 
-def parts() -> dict[str, Part]:
+def recordings() -> dict[str, Recording]:
     """All parts by name, each behind the parts whose output it needs."""
-    found: dict[str, Part] = {}
+    by_name: dict[str, Recording] = {}
     for file in sorted(STUDIES.glob("*/record.yaml")):
         for name, values in read_recipe(str(file), typed=True).items():
             where = {"name": name, "study": file.parent.name}
-            found[name] = entry(Part, where | values, f"{file}, {name}")
+            by_name[name] = entry(Recording, where | values, f"{file}, {name}")
 
-    def level(part: Part) -> int:
-        needed = [
-            p for p in found.values() if any(f"{n}/".startswith(f"{p.out}/") for n in part.needs)
-        ]
-        return 1 + max(map(level, needed), default=0)
+    def level(recording: Recording) -> int:
+        needed = {path.split("/")[1] for path in recording.needs if path.startswith("output/")}
+        return 1 + max((level(by_name[name]) for name in needed), default=0)
 
-    return {part.name: part for part in sorted(found.values(), key=level)}
+    return {each.name: each for each in sorted(by_name.values(), key=level)}
 
 
 def tables_modules() -> dict[str, ModuleType]:
@@ -108,7 +106,7 @@ def tables() -> dict[str, Callable[[], str]]:
 
 
 def figures() -> dict[str, Callable[[], object]]:
-    """What draws the pictures of a part anew, by part."""
+    """Functions that draw the pictures of a part anew, by part."""
     every: dict[str, Callable[[], object]] = {}
     for module in tables_modules().values():
         every |= getattr(module, "FIGURES", {})
@@ -118,11 +116,11 @@ def figures() -> dict[str, Callable[[], object]]:
 # ---- what is recorded ----------------------------------------------------------------------------
 
 
-def read_record(part: str) -> Record | None:
+def read_record(recorded: str) -> Record | None:
     """The record of a part, if there is one."""
-    values = read(f"{part}/{RECORD}")
-    names = [f.name for f in fields(Record)]
-    return Record(**{name: values[name] for name in names if name in values}) if values else None
+    values = read(f"{recorded}/{RECORD}")
+    keys = [f.name for f in fields(Record)]
+    return Record(**{key: values[key] for key in keys if key in values}) if values else None
 
 
 def read(file: str) -> dict[str, Any]:
@@ -143,23 +141,23 @@ def cells(text: str) -> list[list[str]]:
     return [heads, *rows]
 
 
-def columns(part: str) -> dict[str, list[str]]:
+def columns(name: str) -> dict[str, list[str]]:
     """The table that a command printed, by the heads of its columns."""
-    heads, *rows = cells(printed(f"{part}/printed.md"))
+    heads, *rows = cells(printed(f"{name}/printed.md"))
     return dict(zip(heads, map(list, zip(*rows, strict=True)), strict=True))
 
 
-def is_current(part: Part, record: Record, commit: str) -> bool:
+def is_current(recording: Recording, record: Record, commit: str) -> bool:
     """Whether the record of a part is of this code: of its trajectories, or else of the commit."""
-    if part.stages or record.git_commit == commit:
-        return not what_changed(part, record)
+    if recording.stages or record.git_commit == commit:
+        return not what_changed(recording, record)
     return False
 
 
-def what_changed(part: Part, record: Record) -> str:
-    """What has changed since a part was recorded, as far as it moves its figures."""
-    if current.have_moved(record.trajectories, current.trajectories(part.stages, ROOT)):
+def what_changed(recording: Recording, record: Record) -> str:
+    """Changes since a part was recorded that move its figures; empty if there are none."""
+    if current.have_moved(record.trajectories, current.trajectories(recording.stages, ROOT)):
         return "the golden trajectories"
-    is_same = current.is_same_command(record.commands, part.words)
-    is_same &= record.settings == current.settings(part.settings, ROOT)
+    is_same = current.is_same_command(record.commands, recording.words)
+    is_same &= record.settings == current.settings(recording.settings, ROOT)
     return "" if is_same else "the settings"

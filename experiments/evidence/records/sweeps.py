@@ -25,10 +25,10 @@ def effects(record: Mapping[str, Any]) -> list[Effect]:
     ]
 
 
-def primary_table(part: str, *stages: str) -> str:
+def primary_table(name: str, *stages: str) -> str:
     """The first outcome of a sweep's stages, or of some; the base chain's line names the stage."""
     rows = []
-    for title, table in stage_tables(part):
+    for title, table in stage_tables(name):
         if stages and title not in stages:
             continue
         heads, *lines = studies.cells(table)
@@ -39,8 +39,8 @@ def primary_table(part: str, *stages: str) -> str:
     return markdown.table(["detail", "choice", "difference to the base [95%]", "matters?"], rows)
 
 
-def stage_tables(part: str) -> list[tuple[str, str]]:
+def stage_tables(name: str) -> list[tuple[str, str]]:
     """Title and table of each stage in a sweep's report."""
-    _, *sections = re.split(r"(?m)^## (.+)$", studies.printed(f"{part}/report.md"))
+    _, *sections = re.split(r"(?m)^## (.+)$", studies.printed(f"{name}/report.md"))
     tables = map(str.strip, sections[1::2])
     return list(zip(sections[::2], tables, strict=True))

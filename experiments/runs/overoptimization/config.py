@@ -10,7 +10,7 @@ from common.errors import UserError
 
 @dataclass
 class OveroptimizationConfig(SamplingConfig):
-    """What is optimised, how far, and how it is measured; `seed` is that of the data only.
+    """Rewards, methods and measurement; `seed` is that of the data only.
 
     `dataset_name` has pairs; prompts are those of its rows unless `prompts_dataset_name` has some.
     """

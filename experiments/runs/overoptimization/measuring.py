@@ -113,7 +113,7 @@ class Measurer:
         policy, examples = self.load(path), self.held_out
         rollouts = self.draw(policy, examples, num_samples)
         del policy
-        gc.collect()  # FSDP's units refer to one another: it would stay beside the next one
+        gc.collect()  # FSDP's units refer to one another: it would stay in memory with the next
         sampled = rollouts.completed(examples)
         ref_logps = self.score(self.reference, sampled, "reference")
         lengths = rollouts.lengths.view(ref_logps.shape)

@@ -40,8 +40,8 @@ def setting(method: str) -> str:
 
 def series_of(results: Results, method: str, name: str) -> np.ndarray:
     """A value of a method's points, (S, K): seeds by settings; of an interval the mean."""
-    found = [point[name] for point in results["points"] if point["method"] == method]
-    means = [value["mean"] if isinstance(value, dict) else value for value in found]
+    values = [point[name] for point in results["points"] if point["method"] == method]
+    means = [value["mean"] if isinstance(value, dict) else value for value in values]
     return np.array(means).reshape(len(results["seeds"]), -1)
 
 

@@ -142,15 +142,15 @@ class Chain:
         made_by = self.made_by(path, **settings, fluency_model=self.config.fluency_model)
         record = stages.read_mark(file.parent, file.name) or {}
         if record.pop("made_by", None) == made_by:
-            found = Measured(**record)
+            policy = Measured(**record)
         else:
-            found = self.measurer.measure(str(path), num_samples)
+            policy = self.measurer.measure(str(path), num_samples)
             file.parent.mkdir(exist_ok=True)
-            text = json.dumps({"made_by": made_by, **vars(found)}, default=np.ndarray.tolist)
+            text = json.dumps({"made_by": made_by, **vars(policy)}, default=np.ndarray.tolist)
             write_atomically(file, [text + "\n"])
-        gold, proxy, kl = (v.mean() for v in (found.gold, found.proxy, found.log_ratio))
+        gold, proxy, kl = (v.mean() for v in (policy.gold, policy.proxy, policy.log_ratio))
         print(f"{self.folder.name}, {name}: {kl=:.3f}, {gold=:.4f}, {proxy=:.3f}", flush=True)
-        return found
+        return policy
 
     def made_by(self, path: Path, **settings: Any) -> dict[str, Any]:
         """The inputs of a measurement, ready for JSON: runs by what made them."""
@@ -160,16 +160,16 @@ class Chain:
         return {"path": path.name, "runs": stages.inputs(named), **limits, **settings}
 
 
-def choose(rows: Sequence[Item], config: OveroptimizationConfig, what: str) -> list[Item]:
+def choose(rows: Sequence[Item], config: OveroptimizationConfig, field: str) -> list[Item]:
     """As many rows as the field `what` has, drawn by the seed.
 
     Raises:
         UserError: there are not as many.
     """
-    wanted = getattr(config, what)
+    wanted = getattr(config, field)
     if wanted > len(rows):
-        raise UserError(f"--{what} is {wanted}; the data set has {len(rows)} rows to take from.")
-    return [rows[i] for i in permutation(len(rows), derive_seed(config.seed, what), 0)[:wanted]]
+        raise UserError(f"--{field} is {wanted}; the data set has {len(rows)} rows to take from.")
+    return [rows[i] for i in permutation(len(rows), derive_seed(config.seed, field), 0)[:wanted]]
 
 
 def write_optimised(

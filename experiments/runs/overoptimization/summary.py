@@ -29,7 +29,7 @@ Point = dict[str, Any]  # of a policy: `setting`; of each prompt (P,) `kl`, rewa
 
 def summarise(seeds: Sequence[SeedPoints], sizes: Sequence[int]) -> dict[str, Any]:
     """The results, ready for JSON: of seeds with the same settings, and sizes n."""
-    tracks = {own.seed: tracks_of(own, sizes) for own in seeds}
+    tracks = {seed_points.seed: tracks_of(seed_points, sizes) for seed_points in seeds}
     methods = dict.fromkeys(method for track in tracks.values() for method in track)
     every = [
         (method, seed, track[method])
@@ -38,15 +38,15 @@ def summarise(seeds: Sequence[SeedPoints], sizes: Sequence[int]) -> dict[str, An
         if track.get(method)
     ]
     return {
-        "seeds": [start_of(own) for own in seeds],
+        "seeds": [start_of(seed_points) for seed_points in seeds],
         "points": [point_of(method, seed, p) for method, seed, track in every for p in track],
         "turns": [turn_of(*track) for track in every],
     }
 
 
-def tracks_of(own: SeedPoints, sizes: Sequence[int]) -> dict[str, list[Point]]:
+def tracks_of(seed_points: SeedPoints, sizes: Sequence[int]) -> dict[str, list[Point]]:
     """A seed's points by method, each in the order of its settings."""
-    pool = own.pool
+    pool = seed_points.pool
 
     def point(setting: float, kl: Values, gold: Values, proxy: Values) -> Point:
         gains = {"gold_gain": gold - pool.gold.mean(1), "proxy_gain": proxy - pool.proxy.mean(1)}
@@ -55,7 +55,7 @@ def tracks_of(own: SeedPoints, sizes: Sequence[int]) -> dict[str, list[Point]]:
     gold, proxy = (best_of_n(pool.proxy, values, sizes) for values in (pool.gold, pool.proxy))
     kl = [np.full(len(pool.gold), best_of_n_kl(size)) for size in sizes]
     tracks = {"best_of_n": list(map(point, sizes, kl, gold, proxy))}
-    for method, policies in own.policies.items():
+    for method, policies in seed_points.policies.items():
         tracks[method] = [
             point(setting, m.log_ratio.mean(1), m.gold.mean(1), m.proxy.mean(1))
             for setting, m in policies.items()
@@ -63,11 +63,11 @@ def tracks_of(own: SeedPoints, sizes: Sequence[int]) -> dict[str, list[Point]]:
     return tracks
 
 
-def start_of(own: SeedPoints) -> dict[str, Any]:
+def start_of(seed_points: SeedPoints) -> dict[str, Any]:
     """The SFT policy of a seed: its gold reward, and both rewards' deviation over completions."""
-    pool = own.pool
+    pool = seed_points.pool
     stds = {"gold_std": float(pool.gold.std()), "proxy_std": float(pool.proxy.std())}
-    return {"seed": own.seed, "gold": interval(pool.gold.mean(1)), **stds}
+    return {"seed": seed_points.seed, "gold": interval(pool.gold.mean(1)), **stds}
 
 
 def point_of(method: str, seed: int, point: Point) -> dict[str, Any]:

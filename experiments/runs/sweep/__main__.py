@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     evaluations = [stage for seed in sweep.seeds for stage in sweep.evaluations(seed)]
     check_flags([*(stage for stage, _ in training[0]), *evaluations])
     # Line by line, each with all seeds: finished lines are complete wherever this is stopped.
-    runs = [own for of_seeds in zip(*training, strict=True) for own in of_seeds]
+    runs = [stage_runs for of_seeds in zip(*training, strict=True) for stage_runs in of_seeds]
     runs += [(stage, 1) for stage in evaluations]
     every = with_progress([stage for stage, _ in runs])
     for (_, num_processes), stage in zip(runs, every, strict=True):
@@ -66,7 +66,7 @@ def measured(sweep: Sweep) -> Outcomes:
     Raises:
         UserError: an outcome was not measured in one of them.
     """
-    found: dict[tuple[str, str, str], list[float]] = {}
+    values: dict[tuple[str, str, str], list[float]] = {}
     for seed in sweep.seeds:
         systems: dict[str, dict[str, Any]] = {}
         for stage in sweep.evaluations(seed):
@@ -77,14 +77,14 @@ def measured(sweep: Sweep) -> Outcomes:
             for outcome in sweep.base[name].outcomes:
                 value = outcome_of(outcome, run_dir, systems)
                 if value is None:
-                    what = f"the outcome {outcome!r} was not measured in {run_dir}"
-                    raise UserError(f"{what}; leave it out.")
-                found.setdefault((slug, name, outcome), []).append(value)
-    return found
+                    missing = f"the outcome {outcome!r} was not measured in {run_dir}"
+                    raise UserError(f"{missing}; leave it out.")
+                values.setdefault((slug, name, outcome), []).append(value)
+    return values
 
 
 def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
-    """What every variant changes, lines of a detail together.
+    """The effect of every variant, lines of a detail together.
 
     With `compared_with` also what the other stages' runs differ by, all from that stage's run.
     """
@@ -93,7 +93,7 @@ def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
     others = [stage for stage in sweep.base if first and stage != first]
     runs = [("", Variant(stage, AS_IS, stage)) for stage in others]
     runs += [(variant.slug, variant) for variant in in_order]
-    found: dict[str, dict[str, list[Effect]]] = {}
+    panels: dict[str, dict[str, list[Effect]]] = {}
     for stage in [first] if first else sweep.base:
         names = sweep.base[stage].outcomes
         if first:
@@ -102,11 +102,11 @@ def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
             lines = [run for run in runs if run[1].stage == stage]
         for name in names if lines else []:
             base, family = outcomes["", stage, name], len(lines) if name == names[0] else 0
-            found.setdefault(stage, {})[name] = [
+            panels.setdefault(stage, {})[name] = [
                 Effect(variant, name, outcomes[slug, variant.stage, name], base, family)
                 for slug, variant in lines
             ]
-    return found
+    return panels
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
 
 
 def introduction(sweep: Sweep) -> str:
-    """How to read the tables."""
+    """A guide to the tables."""
     row, base = "the base chain with one thing changed", "the base"
     if sweep.compared_with:
         row, base = "a run", f"{sweep.compared_with}, the base,"

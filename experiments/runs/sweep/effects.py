@@ -20,7 +20,7 @@ KEY = (
 
 @dataclass(frozen=True)
 class Effect:
-    """What a variant changes, in one outcome."""
+    """The difference that a variant makes to one outcome."""
 
     variant: Variant
     outcome: str

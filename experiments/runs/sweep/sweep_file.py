@@ -43,7 +43,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How all runs of a seed are judged, by evaluate.py."""
+    """The flags of evaluate.py, by which all runs of a seed are judged."""
 
     config: str
     reference: str  # the stage of the base chain to which the KL is measured
@@ -175,14 +175,14 @@ def read_sweep(path: str, **changes: Any) -> Sweep:
     named.append(("evaluation.judge", sweep.evaluation.judge, [*sweep.base, ""]))
     named.append(("compared_with", sweep.compared_with, [*judged, ""]))
     named += [(f"stage of variant {v.choice!r}", v.stage, judged) for v in sweep.variants]
-    for what, name, known in named:
-        if name not in known:
-            allowed = ", ".join(filter(None, known))
-            raise UserError(f"{where} has the {what} {name!r}; it must be one of {allowed}.")
+    for key, name, choices in named:
+        if name not in choices:
+            allowed = ", ".join(filter(None, choices))
+            raise UserError(f"{where} has the {key} {name!r}; it must be one of {allowed}.")
     slugs = [variant.slug for variant in sweep.variants]
-    for what, names in (("seeds", sweep.seeds), ("variants", slugs)):
+    for key, names in (("seeds", sweep.seeds), ("variants", slugs)):
         if len(set(names)) < len(names):
-            raise UserError(f"{where} has the {what} {names}; each must be there once.")
+            raise UserError(f"{where} has the {key} {names}; each must be there once.")
     return sweep
 
 
@@ -195,5 +195,5 @@ def entry(cls: type[Entry], values: Any, where: str) -> Entry:
     try:
         return cls(**values)
     except TypeError as error:
-        known = ", ".join(f.name for f in fields(cls))  # type: ignore[arg-type]
-        raise UserError(f"{where}: {error} (the keys are {known}).") from None
+        keys = ", ".join(f.name for f in fields(cls))  # type: ignore[arg-type]
+        raise UserError(f"{where}: {error} (the keys are {keys}).") from None
