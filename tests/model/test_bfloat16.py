@@ -108,12 +108,12 @@ def test_training_has_the_bits_of_fsdp(name: str, monkeypatch: pytest.MonkeyPatc
         module, config = new_module(with_fsdp=with_fsdp, **CASES[name])
         runs.append([*train(module, config, 4)])
     assert len(runs[0]) > 3 * 4 + 10
-    assert all(map(same, *runs))
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "lora", "lora reward"])
 def test_float32_weights_are_those_of_fsdp(name: str) -> None:
-    """What is exported and sampled from, and what is computed in float32 before a run goes on."""
+    """Those that are exported, sampled from, and used in float32 before a run goes on."""
     runs = []
     for with_fsdp in (False, True):
         module, config = new_module(with_fsdp=with_fsdp, **CASES[name])
@@ -132,11 +132,7 @@ def test_float32_weights_are_those_of_fsdp(name: str) -> None:
                 values += [p.detach() for p in sampled.parameters()]
         runs.append([*values, *train(module, config, 1)])
     assert not torch.equal(runs[0][0], runs[0][-1])
-    assert all(map(same, *runs))
-
-
-def same(found: Tensor, expected: Tensor) -> bool:
-    return found.dtype == expected.dtype and torch.equal(found, expected)
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
 
 def test_references_have_the_bits_of_fsdp_also_one_that_moves() -> None:
@@ -153,7 +149,7 @@ def test_references_have_the_bits_of_fsdp_also_one_that_moves() -> None:
             values += [reference(batch).token_logps for batch in micro_batches(config)]
         values += [whole(p.detach()) for p in reference.parameters()]
         runs.append(values)
-    assert all(map(same, *runs))
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
 
 def test_a_step_that_goes_bad_changes_nothing() -> None:
@@ -172,7 +168,7 @@ def test_a_step_that_goes_bad_changes_nothing() -> None:
                 optim.clip_and_step(optimizer, config, 0, 1)
             module.zero_grad()
         runs.append([*train(module, config, 2)])
-    assert all(map(same, *runs))
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
 
 def train_or_load(output_dir: str, *, saves: bool) -> dict[str, str]:

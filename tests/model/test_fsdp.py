@@ -47,7 +47,7 @@ PROMPTS = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 6)])
 
 
 class Wrapped(nn.Module):
-    """A language model somewhere inside, beside modules of its owner."""
+    """A language model nested in a module that has other layers."""
 
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
@@ -62,9 +62,9 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda lm: lm, Policy, Wrapped, RewardModel])
 def test_blocks_of_a_language_model(family: str, wrap: Any) -> None:
     lm = tiny.classifier(family) if wrap is RewardModel else tiny.causal_lm(family)
-    found = fsdp.blocks(wrap(lm))
-    assert [type(block).__name__ for block in found] == [BLOCKS[family]] * 2
-    assert found == list(lm.base_model.h if family == "gpt2" else lm.base_model.layers)
+    blocks = fsdp.blocks(wrap(lm))
+    assert [type(block).__name__ for block in blocks] == [BLOCKS[family]] * 2
+    assert blocks == list(lm.base_model.h if family == "gpt2" else lm.base_model.layers)
 
 
 def test_blocks_of_a_model_that_names_none() -> None:
@@ -84,22 +84,22 @@ def test_the_fused_gelu_is_gpt2_s_and_other_activations_are_kept() -> None:
     assert type(written) is NewGELUActivation
     fsdp.fuse_gelu(lm)
     results = []
-    for part in (written, lm.transformer.h[0].mlp.act, nn.GELU()):
+    for activation in (written, lm.transformer.h[0].mlp.act, nn.GELU()):
         inputs = x.clone().requires_grad_()
-        output = part(inputs)
+        output = activation(inputs)
         output.sum().backward()
         results.append((output.detach(), inputs.grad))
-    (expected, expected_slope), (found, slope), (exact, _) = results
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    (expected, expected_slope), (fused, slope), (exact, _) = results
+    torch.testing.assert_close(fused, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(slope, expected_slope, rtol=1e-5, atol=1e-5)
     assert (exact - expected).abs().max() > 1e-4  # the control: erf is another function
-    assert not any(isinstance(part, NewGELUActivation) for part in lm.modules())
-    assert sum(isinstance(part, nn.GELU) for part in lm.modules()) == 2
+    assert not any(isinstance(module, NewGELUActivation) for module in lm.modules())
+    assert sum(isinstance(module, nn.GELU) for module in lm.modules()) == 2
     for family, fields in (("llama", {}), ("gpt2", {"activation_function": "relu"})):
         lm = tiny.causal_lm(family, **fields)
-        before = [type(part) for part in lm.modules()]
+        before = [type(module) for module in lm.modules()]
         fsdp.fuse_gelu(lm)
-        assert [type(part) for part in lm.modules()] == before
+        assert [type(module) for module in lm.modules()] == before
 
 
 def new_layer(kind: str, with_bias: bool) -> Any:
@@ -154,16 +154,16 @@ def test_packing_is_undone(family: str) -> None:
     ids = torch.tensor([tiny.random_ids(9, seed=1)], device=distributed.device())
     expected = lm(input_ids=ids).logits
     embedding, limit = lm.get_input_embeddings().weight, tiny.rounding(lm)
-    before = {name: type(part) for name, part in lm.named_modules()}
+    before = {name: type(module) for name, module in lm.named_modules()}
     with packed_weights(lm):
         torch.testing.assert_close(lm(input_ids=ids).logits, expected, rtol=0, atol=limit)
         assert lm.get_input_embeddings().weight is embedding
         if distributed.device().type == "cpu" and torch.backends.mkldnn.is_available():
-            num_packed = sum(isinstance(part, PackedLinear) for part in lm.modules())
+            num_packed = sum(isinstance(module, PackedLinear) for module in lm.modules())
             assert num_packed == 2 * (4 if family == "gpt2" else 7) + 1
-            left = [part for part in lm.modules() if isinstance(part, nn.Linear | Conv1D)]
+            left = [module for module in lm.modules() if isinstance(module, nn.Linear | Conv1D)]
             assert not left
-    assert {name: type(part) for name, part in lm.named_modules()} == before
+    assert {name: type(module) for name, module in lm.named_modules()} == before
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -203,8 +203,8 @@ def test_only_frozen_models_are_offloaded_where_only_they_are_asked_for() -> Non
         policy = fsdp.shard(policy, config, mesh, moves=moves)
         assert isinstance(policy, FSDPModule) == (name == "frozen")
         scores[name] = policy(batch).token_logps.detach()
-    for found in scores.values():
-        torch.testing.assert_close(found, scores["policy"], rtol=0, atol=1e-6)
+    for logps in scores.values():
+        torch.testing.assert_close(logps, scores["policy"], rtol=0, atol=1e-6)
 
 
 # --- on two ranks ---------------------------------------------------------------------------------
@@ -303,14 +303,14 @@ def go_apart(folder: str) -> dict[str, Any]:
     """
     policy, rank = load_policy(Path(folder), "gpt2"), distributed.rank()
     sampler = new_sampler(policy)
-    own = PROMPTS[4:] if rank else PROMPTS[:4]  # in two batches and in one
-    found: dict[str, Any] = {"own": sampler.sample(own, num_samples=3).completion_ids}
-    found["second"] = sampler.sample(PROMPTS[: 2 * rank]).completion_ids
+    prompts = PROMPTS[4:] if rank else PROMPTS[:4]  # in two batches and in one
+    record: dict[str, Any] = {"own": sampler.sample(prompts, num_samples=3).completion_ids}
+    record["second"] = sampler.sample(PROMPTS[: 2 * rank]).completion_ids
     for number in (5, 1):  # of one the other rank has none
         shared = sampler.sample_shared(PROMPTS[:number], temperature=1.0, title="sampling")
-        found[f"shared {number}"] = [shared.completion_ids, shared.has_stop.tolist()]
-        found[f"logps {number}"] = shared.token_logps.tolist()
-    found["errors"] = []
+        record[f"shared {number}"] = [shared.completion_ids, shared.has_stop.tolist()]
+        record[f"logps {number}"] = shared.token_logps.tolist()
+    record["errors"] = []
     config = tiny.train_config()
     optimizer = optim.build_optimizer(policy, config)
     add_gradients(policy, rank)
@@ -324,8 +324,8 @@ def go_apart(folder: str) -> dict[str, Any]:
         try:
             check()
         except RuntimeError as error:
-            found["errors"].append(str(error))
-    return found
+            record["errors"].append(str(error))
+    return record
 
 
 def new_sampler(policy: Policy) -> Sampler:
@@ -373,7 +373,7 @@ def inspect_reward_model(folder: str) -> dict[str, Any]:
 
 
 def inspect_frozen(folder: str) -> dict[str, Any]:
-    """Frozen models under bfloat16: dtypes of their shards, and what policies say of a batch."""
+    """Frozen models under bfloat16: dtypes of their shards, and log-probabilities of a batch."""
     config, mesh = tiny.train_config(bf16=True), distributed.mesh()
     path = weights_folder(Path(folder), "gpt2")
     model_config = AutoConfig.from_pretrained(path)
@@ -394,7 +394,7 @@ def inspect_frozen(folder: str) -> dict[str, Any]:
 
 
 class Tokens(list[int]):
-    """What `load_reward_model` asks of a tokenizer: its length and its pad token."""
+    """A tokenizer as `load_reward_model` needs it: its length and its pad token."""
 
     pad_token_id = 61
 
@@ -414,7 +414,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> list[dict[str, Any]]:
-    """What two ranks see."""
+    """Records of two ranks."""
     return launch(inspect_all, 2, folder, models_folder=str(folder))
 
 
@@ -495,12 +495,11 @@ def test_bfloat16_reward_model_has_a_float32_head_and_float32_sums(
 
 
 def test_frozen_models_are_held_in_bfloat16_unless_they_move(seen: list[dict[str, Any]]) -> None:
-    for rank in seen:
-        found = rank["frozen"]
-        assert found["stays"] == found["trunk"] == ["torch.bfloat16"]
-        assert found["moves"] == ["torch.float32"]
-        assert found["head"] == "torch.float32"
-        assert found["stays, logps"] == found["moves, logps"]
+    for frozen in (rank["frozen"] for rank in seen):
+        assert frozen["stays"] == frozen["trunk"] == ["torch.bfloat16"]
+        assert frozen["moves"] == ["torch.float32"]
+        assert frozen["head"] == "torch.float32"
+        assert frozen["stays, logps"] == frozen["moves, logps"]
 
 
 def test_ranks_draw_what_one_process_draws_however_the_prompts_are_shared(

@@ -76,22 +76,22 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def assert_gradients_close(found: nn.Module, expected: nn.Module) -> None:
+def assert_gradients_close(model: nn.Module, expected: nn.Module) -> None:
     """Every parameter's, relative to its norm, or to 1 where that is smaller (bias of keys)."""
-    found_all, expected_all = gradients(found), gradients(expected)
+    grads, expected_grads = gradients(model), gradients(expected)
     tolerance = tiny.gradient_rounding(getattr(expected, "lm", expected))
-    assert found_all.keys() == expected_all.keys()
-    assert len(expected_all) > 10
-    for name, gradient in expected_all.items():
-        error = float((found_all[name] - gradient).norm())
+    assert grads.keys() == expected_grads.keys()
+    assert len(expected_grads) > 10
+    for name, gradient in expected_grads.items():
+        error = float((grads[name] - gradient).norm())
         assert error <= tolerance * max(1.0, float(gradient.norm())), name
 
 
 @contextmanager
-def refused(*parts: str) -> Iterator[None]:
+def refused(*phrases: str) -> Iterator[None]:
     with pytest.raises(UserError) as caught:
         yield
-    tiny.check_sentence(caught.value, *parts)
+    tiny.check_sentence(caught.value, *phrases)
     assert str(caught.value).endswith("use --layout padded.")
 
 
@@ -122,11 +122,10 @@ def compare_policies(
         loss = (scores.token_logps * weights[0]).sum() + (scores.entropy * weights[1]).sum()
         (loss + (scores.token_logps / 4).exp().mean()).backward()
         outputs.append(scores)
-    expected, found = outputs
     for name in ("completion_ids", "completion_mask", "is_real", "slots", "num_tokens"):
         assert torch.equal(getattr(padded, name), getattr(shared, name)), name
     tolerance = tiny.rounding(reference.lm, temperature)
-    for a, b in zip(found[:3], expected[:3], strict=True):  # without the hidden states
+    for a, b in zip(outputs[1][:3], outputs[0][:3], strict=True):  # without the hidden states
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
     assert_gradients_close(policy, reference)
@@ -283,8 +282,8 @@ def row_by_hand(groups: Groups) -> list[tuple[int, int, int]]:
     behind: list[tuple[int, int, int]] = []
     for i, (prompt, lengths) in enumerate(groups):
         row += [(i, -1, t) for t in range(prompt)]
-        own = [(i, k, t) for k, length in enumerate(lengths) for t in range(length)]
-        (behind if has_branches else row).extend(own)
+        tokens = [(i, k, t) for k, length in enumerate(lengths) for t in range(length)]
+        (behind if has_branches else row).extend(tokens)
     return row + behind
 
 
@@ -332,8 +331,8 @@ def check_attention(
     shape = (4, 1, 6, len(visible), 8)  # query, key, value and the gradient that comes back
     tensors = torch.randn(shape, generator=generator, dtype=dtype).to(distributed.device())
     heads = [6, num_key_heads, num_key_heads]
-    given = [x[:, :n] for x, n in zip(tensors, heads, strict=False)]
-    exact = [x.double().clone().requires_grad_() for x in given]
+    originals = [x[:, :n] for x, n in zip(tensors, heads, strict=False)]
+    exact = [x.double().clone().requires_grad_() for x in originals]
     layout = layout_of(groups)
     tail = tail_by_hand(groups).to(distributed.device())
     for is_tail in (False, True):
@@ -344,7 +343,7 @@ def check_attention(
         key, value = (x.repeat_interleave(repeats, 1) for x in exact[1:])
         expected = dense_attention(exact[0], key, value, visible)[:, :, picked]
         expected.backward(tensors[3, :, :, picked].double())
-        inputs = [x.clone().requires_grad_() for x in given]
+        inputs = [x.clone().requires_grad_() for x in originals]
         output = branch_attention(inputs[0][:, :, picked], *inputs[1:], layout, is_tail, 0.4)
         output.backward(tensors[3, :, :, picked])
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
@@ -510,8 +509,8 @@ def test_large_scores_neither_overflow_nor_vanish():
     output = branch_attention(*inputs, layout_of(groups), False, 0.4)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-4)
     grads = torch.autograd.grad((output.double() * weights).sum(), inputs)
-    for found, target in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(found, target, rtol=1e-4, atol=2e-3)
+    for gradient, target in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(gradient, target, rtol=1e-4, atol=2e-3)
 
 
 def test_a_shared_row_by_hand():
@@ -546,8 +545,8 @@ def test_a_window_shorter_than_a_completed_prompt_is_refused(first_layer):
         Policy(tiny.causal_lm("qwen2", sliding_window=window, **fields)) for window in (9, 8)
     ]
     with torch.no_grad():
-        found = policies[0](batch).token_logps
-        torch.testing.assert_close(found, Policy(tiny.causal_lm("qwen2"))(batch).token_logps)
+        logps = policies[0](batch).token_logps
+        torch.testing.assert_close(logps, Policy(tiny.causal_lm("qwen2"))(batch).token_logps)
         with refused("a window of 8 tokens", "completion has 9"):
             policies[1](batch)
 
@@ -611,7 +610,7 @@ def test_a_deep_copy_computes_with_its_own_last_block(family):
 
 
 def test_attention_is_never_left_to_cudnn():
-    """Which is preferred on new GPUs, and gives NaN gradients where a row sees nothing."""
+    """It is preferred on new GPUs, and gives NaN gradients where a row sees nothing."""
     distributed.start()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -680,7 +679,7 @@ def test_heads_that_a_gpu_does_not_take_are_refused():
         shared_prefix.refuse_head_width(query)
 
 
-# ---- what FSDP is told ---------------------------------------------------------------------------
+# ---- gathering ahead and freeing -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
@@ -696,8 +695,8 @@ def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
     for unit, targets in zip(units, expected[num_ahead], strict=True):
         setters = (unit.set_modules_to_forward_prefetch, unit.set_modules_to_backward_prefetch)
         for setter, target in zip(setters, targets, strict=True):
-            found = setter.call_args and [names[u] for u in setter.call_args.args[0]]
-            assert found == target
+            prefetched = setter.call_args and [names[u] for u in setter.call_args.args[0]]
+            assert prefetched == target
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -706,13 +705,13 @@ def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
 def test_a_model_that_is_dropped_frees_its_memory_at_once():
     """The last block as well, whose forward is another: a frozen reference must not stay behind."""
     lm = tiny.causal_lm("gpt2")
-    parts = (lm, lm.transformer.h[0], lm.transformer.h[-1], lm.transformer.wte)
-    dropped = [weakref.ref(part) for part in parts]
-    del parts
+    modules = (lm, lm.transformer.h[0], lm.transformer.h[-1], lm.transformer.wte)
+    dropped = [weakref.ref(module) for module in modules]
+    del modules
     gc.collect()
     gc.disable()
     try:
         del lm
-        assert [part() for part in dropped] == [None] * 4
+        assert [reference() for reference in dropped] == [None] * 4
     finally:
         gc.enable()

@@ -192,10 +192,10 @@ def test_both_layouts_score_and_train_adapters_alike(bases, family):
         loss_of(policy, batch).backward()
         grads = {n: p.grad.clone() for n, p in policy.named_parameters() if p.requires_grad}
         results.append((logps_of(policy, batch), grads))
-    (padded, expected), (shared, found) = results
+    (padded, padded_grads), (shared, shared_grads) = results
     torch.testing.assert_close(shared, padded, rtol=0, atol=2e-5)
-    for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-4)
+    for name, grad in padded_grads.items():
+        torch.testing.assert_close(shared_grads[name], grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -320,18 +320,18 @@ def test_a_base_is_held_in_bfloat16_if_it_loses_nothing_and_exported_as_it_was(
         held["adapters" if ".lora_" in name else "base"].add(p.dtype)
     assert held == {"base": {stored}, "adapters": {torch.float32}}
     export.save_pretrained(policy, tiny.vocabulary(), tmp_path / "model")
-    found, base = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "base"))
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    exported, base = (load_file(tmp_path / x / "model.safetensors") for x in ("model", "base"))
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     assert settings["dtype"] == "float32"  # in which transformers reads a folder
     adapted = {f"{name}.weight" for name in lora.adapted_layers(policy.lm)}
-    assert found.keys() == base.keys() > adapted
+    assert exported.keys() == base.keys() > adapted
     for name, layer in lora.adapted_layers(policy.lm).items():
         a, b = (whole(m.default.weight.detach()) for m in (layer.lora_A, layer.lora_B))
         merged = lora.merged_weight(layer, base[f"{name}.weight"], a, b)
-        assert torch.equal(found[f"{name}.weight"], merged)
+        assert torch.equal(exported[f"{name}.weight"], merged)
     for name in base.keys() - adapted:
-        assert torch.equal(found[name], base[name].float())
+        assert torch.equal(exported[name], base[name].float())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -416,11 +416,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]
     (folder / "copy/sft").symlink_to(folder / SFT)
 
     def job(output_dir: str, run: tuple[str, dict[str, Any]], **changes: Any) -> Job:
-        stage, own = run
-        own = own | changes | {"output_dir": output_dir}
-        paths = {key: str(folder / own[key]) for key in own if key.endswith(("_path", "_dir"))}
-        flags = COMMON | (GRPO if stage == "grpo" else {}) | own | paths
-        return {"stage": stage, "flags": flags}
+        stage, flags = run
+        flags = flags | changes | {"output_dir": output_dir}
+        flags |= {key: str(folder / flags[key]) for key in flags if key.endswith(("_path", "_dir"))}
+        return {"stage": stage, "flags": COMMON | (GRPO if stage == "grpo" else {}) | flags}
 
     base = job("base", RUNS["sft"], lora_r=0, max_steps=20, learning_rate=3e-3, save_steps=0)
     base["flags"] |= start_flags
@@ -478,8 +477,8 @@ def test_a_resumed_run_is_the_one_that_never_stopped(folder, name):
     whole, resumed = folder / "2" / name, folder / "resumed" / name
     after = [line for line in untimed_lines(whole) if line["step"] > SAVED]
     assert untimed_lines(resumed) == after
-    for part in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (whole / part).read_bytes() == (resumed / part).read_bytes()
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (whole / file).read_bytes() == (resumed / file).read_bytes()
 
 
 def test_a_checkpoint_holds_adapters_and_their_optimiser_state_only(folder):
@@ -509,12 +508,12 @@ def test_an_exported_checkpoint_is_the_run_s_own_model_and_adapter(folder, name,
         export.main(config)
     finally:
         base.with_name("moved").rename(base)
-    for part in ("model", "adapter"):
-        exported = hf_folder.read_settings(tmp_path / "out" / part)
-        assert exported == hf_folder.read_settings(run / part)
+    for kind in ("model", "adapter"):
+        exported = hf_folder.read_settings(tmp_path / "out" / kind)
+        assert exported == hf_folder.read_settings(run / kind)
     if name == "own pad":
-        found, before = (load_file(m / "model.safetensors") for m in (tmp_path / "out/model", base))
-        num_rows, num_before = (len(x["transformer.wte.weight"]) for x in (found, before))
+        weights = [load_file(m / "model.safetensors") for m in (tmp_path / "out/model", base)]
+        num_rows, num_before = (len(x["transformer.wte.weight"]) for x in weights)
         assert num_rows == num_before + 1
 
 
@@ -538,9 +537,9 @@ def test_peft_computes_the_exported_reward_model_from_base_and_adapter(folder):
     ids = torch.tensor([tiny.random_ids(9, seed=1, vocab_size=300)])
     with torch.no_grad():
         untrained = base.eval()(input_ids=ids).logits
-        found = PeftModel.from_pretrained(base, run / "adapter").eval()(input_ids=ids).logits
+        rewards = PeftModel.from_pretrained(base, run / "adapter").eval()(input_ids=ids).logits
         expected = plain(input_ids=ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rewards, expected, rtol=1e-4, atol=1e-4)
     assert (expected - untrained).abs() > 0.01
 
 
@@ -575,7 +574,7 @@ def test_under_bfloat16_adapters_stay_float32(folder):
     weights = load_file(folder / "2" / "bfloat16" / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     rounded = [tensor == tensor.bfloat16().float() for tensor in weights.values()]
-    assert float(torch.cat([part.flatten() for part in rounded]).float().mean()) < 0.1
+    assert float(torch.cat([is_equal.flatten() for is_equal in rounded]).float().mean()) < 0.1
 
 
 def test_ranks_end_with_the_same_state_and_each_model_is_read_once(folder):

@@ -148,8 +148,7 @@ def test_an_exported_policy_is_the_trained_one(family, is_tied, tmp_path):
     assert ties == is_tied
     if not config.bf16:
         with torch.no_grad():
-            found, expected = Policy(loaded)(batch), policy(batch)
-        logps = found.token_logps, expected.token_logps
+            logps = Policy(loaded)(batch).token_logps, policy(batch).token_logps
         torch.testing.assert_close(*logps, rtol=0, atol=tiny.rounding(loaded))
 
 
@@ -176,10 +175,10 @@ def test_a_head_that_only_the_files_untie_is_kept_everywhere(num_ranks, lora_r, 
     mistakes.change(tmp_path / "config.json", tie_word_embeddings=True)
     here = [train_and_sample(folder, lora_r)] if num_ranks == 1 else []
     for logps in here or ranks.launch(train_and_sample, 2, tmp_path, base=folder, lora_r=lora_r):
-        for found, path in zip(logps, (tmp_path, tmp_path / "out/model"), strict=True):
+        for values, path in zip(logps, (tmp_path, tmp_path / "out/model"), strict=True):
             lm = AutoModelForCausalLM.from_pretrained(path).to(distributed.device()).eval()
             expected = self_checks.scores(Policy(lm), batch_of_rows(pad_id=1))
-            torch.testing.assert_close(torch.tensor(found), expected.cpu(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(values), expected.cpu(), rtol=1e-5, atol=1e-5)
             assert lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight
         assert not lm.config.tie_word_embeddings
         assert logps[0] != logps[1]
@@ -251,8 +250,8 @@ def test_weights_stored_in_bfloat16_are_trained_in_float32(tmp_path, monkeypatch
     config = short_config()
     for kind, load in (("policy", models.load_policy), ("trunk", models.load_reward_model)):
         model_config = models.read_model_config(str(folder), kind, tiny.tokenizer(), config)
-        rest = () if kind == "policy" else (tiny.tokenizer(),)
-        lm = load(str(folder), model_config, *rest, config)
+        tokenizers = () if kind == "policy" else (tiny.tokenizer(),)
+        lm = load(str(folder), model_config, *tokenizers, config)
         assert {p.dtype for p in lm.parameters()} == {torch.float32}
 
 
@@ -327,10 +326,10 @@ def test_an_exported_reward_model_is_the_trained_one(family, tmp_path):
         torch.testing.assert_close(left, plain, **limits)
     again, _ = new_reward_model(str(folder), config)
     with torch.no_grad():
-        found = again(batch)
-    torch.testing.assert_close(found, raw + shift, **limits)
-    assert abs(float(found.mean())) < limits["atol"]
-    assert found.std() > 0.1
+        rewards = again(batch)
+    torch.testing.assert_close(rewards, raw + shift, **limits)
+    assert abs(float(rewards.mean())) < limits["atol"]
+    assert rewards.std() > 0.1
 
 
 @pytest.mark.parametrize("bf16", [True, False])
@@ -442,8 +441,8 @@ def test_a_tokenizer_that_pads_with_eos_gets_a_pad_token_of_its_own(tmp_path):
         expected = model(batch)
     export.save_pretrained(model, tiny.vocabulary(of=tokenizer), tmp_path / "reward")
     # Rows end in eos: with eos as padding transformers would read the score one token too early.
-    found = transformers_rewards(tmp_path / "reward")
-    torch.testing.assert_close(found, expected, rtol=0, atol=tiny.rounding(model.lm))
+    rewards = transformers_rewards(tmp_path / "reward")
+    torch.testing.assert_close(rewards, expected, rtol=0, atol=tiny.rounding(model.lm))
     loaded = AutoTokenizer.from_pretrained(tmp_path / "reward")
     assert loaded.pad_token_id == tokenizer.pad_token_id
 
@@ -511,7 +510,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
     ids=["phi3", "llama", "by layer type", "dynamic"],
 )
 def test_angles_of_the_longest_row_are_refused(family, fields, tmp_path):
-    """What a text scores would depend on the length of those beside it."""
+    """The score of a text would depend on the lengths of the other texts in its batch."""
     tiny.model_config(family, vocab_size=300, **fields).save_pretrained(tmp_path)
     read = functools.partial(models.read_model_config, str(tmp_path), "policy", None)
     read(short_config(max_prompt_length=12))

@@ -77,10 +77,10 @@ def test_schedules_rise_to_the_peak_and_then_never_rise(total_steps, warmup_step
         total_steps, learning_rate=1e-3, warmup_steps=warmup_steps, lr_scheduler_type=kind
     )
     assert all(0 < value <= 1e-3 for value in values)
-    warm, rest = values[:warmup_steps], values[warmup_steps:]
+    warm, after = values[:warmup_steps], values[warmup_steps:]
     assert all(a < b for a, b in zip(warm, warm[1:], strict=False))
-    assert all(a >= b for a, b in zip(rest, rest[1:], strict=False))
-    assert not rest or rest[0] == 1e-3
+    assert all(a >= b for a, b in zip(after, after[1:], strict=False))
+    assert not after or after[0] == 1e-3
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ def test_adamw_by_hand():
         by_hand(-2.0, columns[1], decay),
         by_hand(0.5, columns[2], 0.0),
     ]
-    found = [*model.matrix.detach()[0].tolist(), model.bias.item()]
-    assert found == pytest.approx(expected, abs=1e-6)
+    values = [*model.matrix.detach()[0].tolist(), model.bias.item()]
+    assert values == pytest.approx(expected, abs=1e-6)
     assert model.frozen.item() == 9.0
 
 
@@ -225,7 +225,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value, limit):
     local(parameter.grad)[3] = value  # one number in one parameter
     with pytest.raises(RuntimeError) as caught:
         optim.clip_and_step(optimizer, config, 41, 100)
-    for part in ("step 42", "learning rate 0.125", "nothing was changed", str(abs(value))):
-        assert part in str(caught.value)
+    for phrase in ("step 42", "learning rate 0.125", "nothing was changed", str(abs(value))):
+        assert phrase in str(caught.value)
     assert torch.equal(flat(list(policy.parameters())), before)
     assert not optimizer.state  # no moment was updated either

@@ -88,14 +88,14 @@ def compare(used: tuple[str, ...], tensors: dict[str, Any], **options: Any) -> N
     """Values, and gradients of a weighted sum of some outputs, against float64."""
     temperature = options.get("temperature", 1.0)
     ours, exact = trainable(tensors, torch.float32), trainable(tensors, torch.float64)
-    found, expected = run(ours, **options), target(exact, temperature)
+    statistics, expected = run(ours, **options), target(exact, temperature)
     generator = torch.Generator().manual_seed(9)
     for name in OUTPUTS:
-        value = getattr(found, name)
+        value = getattr(statistics, name)
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), getattr(expected, name), rtol=1e-5, atol=1e-5)
     weights = {name: torch.randn(len(tensors["tokens"]), generator=generator) for name in OUTPUTS}
-    for outputs in (found, expected):
+    for outputs in (statistics, expected):
         sum((getattr(outputs, name) * weights[name]).sum() for name in used).backward()
     for name in ("hidden", "weight", "bias"):
         if tensors[name] is not None:
@@ -151,7 +151,7 @@ def test_outputs_that_were_not_asked_for_are_empty():
 def test_the_kl_is_from_the_policy_to_the_reference():
     """Distributions (1/2, 1/4, 1/4) and (1/4, 1/4, 1/2): not symmetric with (1/8, 7/16, 7/16)."""
     p, q = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.375, 0.375]])
-    found = {}
+    kls = {}
     for name, policy, reference in (("p to q", p, q), ("q to p", q, p)):
         statistics = token_statistics(
             torch.ones(2, 1),
@@ -166,11 +166,11 @@ def test_the_kl_is_from_the_policy_to_the_reference():
         )
         entropy = -sum(x * math.log(x) for x in policy.tolist())
         assert statistics.entropy.tolist() == pytest.approx([entropy] * 2)
-        found[name] = statistics.kl.tolist()
+        kls[name] = statistics.kl.tolist()
     p_to_q = 0.5 * math.log(2) + 2 * 0.25 * math.log(0.25 / 0.375)
     q_to_p = 0.25 * math.log(0.5) + 2 * 0.375 * math.log(0.375 / 0.25)
-    assert found["p to q"] == pytest.approx([p_to_q] * 2, abs=1e-6)
-    assert found["q to p"] == pytest.approx([q_to_p] * 2, abs=1e-6)
+    assert kls["p to q"] == pytest.approx([p_to_q] * 2, abs=1e-6)
+    assert kls["q to p"] == pytest.approx([q_to_p] * 2, abs=1e-6)
     assert abs(p_to_q - q_to_p) > 1e-3
 
 
@@ -180,11 +180,11 @@ def test_bfloat16_inputs_are_projected_in_float32():
     upcast = trainable(
         {n: t if t is None else t.detach() for n, t in rounded.items()}, torch.float32
     )
-    found, expected = run(rounded, temperature=0.8), run(upcast, temperature=0.8)
-    for a, b in zip(found, expected, strict=True):
+    from_bfloat16, expected = run(rounded, temperature=0.8), run(upcast, temperature=0.8)
+    for a, b in zip(from_bfloat16, expected, strict=True):
         assert a.dtype == torch.float32
         assert torch.equal(a, b)
-    for outputs in (found, expected):
+    for outputs in (from_bfloat16, expected):
         sum((values * values).sum() for values in outputs).backward()
     for name in ("hidden", "weight", "bias"):
         assert rounded[name].grad.dtype == torch.bfloat16
@@ -202,9 +202,9 @@ def test_logits_far_from_0_lose_nothing():
         # 300 and its logarithm of a sum are each rounded to 3e-5.
         torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-4)
     tensors["hidden"] = 200 * tensors["hidden"]  # one token has all the probability
-    found = run(trainable(tensors, torch.float32))
-    assert all(values.isfinite().all() for values in found)
-    assert found.entropy.abs().max() < 1e-3
+    statistics = run(trainable(tensors, torch.float32))
+    assert all(values.isfinite().all() for values in statistics)
+    assert statistics.entropy.abs().max() < 1e-3
 
 
 # ---- products on a GPU ---------------------------------------------------------------------------
@@ -220,8 +220,8 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in PRODUCTS and args[-1].dtype == torch.float32:
             shapes = {size for argument in args for size in argument.shape}
-            part = "head" if shapes & {VOCAB, tiny.model_config("llama").vocab_size} else "rest"
-            self.seen.append((part, torch.backends.cuda.matmul.fp32_precision))
+            matrix = "head" if shapes & {VOCAB, tiny.model_config("llama").vocab_size} else "rest"
+            self.seen.append((matrix, torch.backends.cuda.matmul.fp32_precision))
         return func(*args, **(kwargs or {}))
 
 
@@ -233,9 +233,9 @@ PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torc
 def test_the_vocabulary_head_multiplies_in_tf32_under_bfloat16_alone(dtype, chunk_numbers) -> None:
     tensors = trainable(inputs(), dtype)
     with Products() as products:
-        found = run(tensors, chunk_numbers=chunk_numbers)
+        statistics = run(tensors, chunk_numbers=chunk_numbers)
         forward = len(products.seen)
-        sum(values.sum() for values in found).backward()
+        sum(values.sum() for values in statistics).backward()
     precision = "tf32" if dtype == torch.bfloat16 else "none"
     chunks = 4 if chunk_numbers else 1
     assert forward == 2 * chunks
@@ -299,8 +299,8 @@ def test_memory_does_not_grow_with_rows_times_vocabulary(with_kl):
     logits_bytes = 4 * 400 * vocab
     few, many = (peak_bytes(rows, vocab, chunk, with_kl) for rows in (40, 400))
     per_row = 4 * 40 * 360  # 40 numbers for each further row: a few vectors of the width
-    for found, expected in zip(many, few, strict=True):
-        assert found < expected + per_row < logits_bytes / 5
+    for large, small in zip(many, few, strict=True):
+        assert large < small + per_row < logits_bytes / 5
     whole = peak_bytes(400, vocab, 400 * vocab, with_kl)  # the control: small batches keep theirs
     assert min(whole) >= logits_bytes
 

@@ -72,10 +72,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
                 "flags": FLAGS
                 | {"model_name_or_path": str(base), "num_replicas": num_replicas}
                 | SETUPS[name]
-                | {"shard_gradients": how, "output_dir": str(folder / f"{num_ranks}/{name}/{how}")},
+                | {"shard_gradients": x, "output_dir": f"{folder}/{num_ranks}/{name}/{x}"},
             }
             for name in SETUPS
-            for how in (True, False)
+            for x in (True, False)
         ]
         launch(run_stages, num_ranks, folder, jobs=jobs)
     return folder
@@ -84,9 +84,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
 @pytest.mark.parametrize("name", SETUPS)
 def test_losses_are_the_same(runs: Path, num_ranks: int, name: str) -> None:
-    both = [untimed_lines(runs / f"{num_ranks}/{name}/{how}") for how in (True, False)]
-    assert len(both[0]) == FLAGS["max_steps"]
-    for sharded, whole in zip(*both, strict=True):
+    lines = [untimed_lines(runs / f"{num_ranks}/{name}/{shards}") for shards in (True, False)]
+    assert len(lines[0]) == FLAGS["max_steps"]
+    for sharded, whole in zip(*lines, strict=True):
         assert sharded["grad_norm"] > 0.1
         for metric in ("loss", "grad_norm"):
             assert sharded[metric] == pytest.approx(whole[metric], rel=1e-6)
@@ -104,8 +104,8 @@ def held_bytes() -> int:
     distributed.barrier()
     time.sleep(0.2)  # until gloo's threads have let go of what they sent
     gc.collect()
-    found = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter, DTensor)]
-    storages = [local(x).untyped_storage() for x in found]
+    kinds = (torch.Tensor, torch.nn.Parameter, DTensor)
+    storages = [local(x).untyped_storage() for x in gc.get_objects() if type(x) in kinds]
     return sum({x._cdata: x.nbytes() for x in storages}.values())
 
 
@@ -114,12 +114,12 @@ def accumulate_both_ways(num_replicas: int, fake_world: int) -> list[dict[str, A
     if fake_world:
         dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=fake_world)
-    return [accumulate(how, num_replicas) for how in (True, False)]
+    return [accumulate(sharded, num_replicas) for sharded in (True, False)]
 
 
-def accumulate(how: bool, num_replicas: int) -> dict[str, Any]:
+def accumulate(sharded: bool, num_replicas: int) -> dict[str, Any]:
     """Bytes held after each micro-batch, and collectives in it; numbers held, and the update's."""
-    config = tiny.train_config(shard_gradients=how, num_replicas=num_replicas, layout="padded")
+    config = tiny.train_config(shard_gradients=sharded, num_replicas=num_replicas, layout="padded")
     policy = Policy(tiny.causal_lm("llama", width=40))
     shapes = [list(parameter.shape) for parameter in policy.parameters()]
     policy = fsdp.shard(policy, config, distributed.mesh(num_replicas))
@@ -127,15 +127,15 @@ def accumulate(how: bool, num_replicas: int) -> dict[str, Any]:
     policy(batch).token_logps.sum().backward()  # makes what stays
     policy.zero_grad()
     run = Run.__new__(Run)  # without a folder
-    run.module, run.shards_gradients, run.has_updated = policy, how, True
+    run.module, run.shards_gradients, run.has_updated = policy, sharded, True
     run.step, run.examples = 0, []
     before, held, counts = held_bytes(), [], []
-    for part in run.micro_batches([batch] * 3):
+    for micro_batch in run.micro_batches([batch] * 3):
         with CommDebugMode() as communication:
-            policy(part).token_logps.sum().backward()
+            policy(micro_batch).token_logps.sum().backward()
         held.append(held_bytes() - before)
-        found = calls(communication).items()
-        counts.append([sum(n for call, n in found if name in call) for name in COLLECTIVES])
+        collectives = calls(communication).items()
+        counts.append([sum(n for call, n in collectives if name in call) for name in COLLECTIVES])
     sizes = {"weights": num_local(policy.parameters())}
     sizes["gradients"] = num_local(parameter.grad for parameter in policy.parameters())
     for parameter in policy.parameters():
@@ -155,11 +155,11 @@ def num_local(tensors: Iterable[Any]) -> int:
 
 
 def calls(seen: CommDebugMode) -> Counter[str]:
-    """How often each collective was called, by its name without underscores."""
-    found: Counter[str] = Counter()
+    """Number of calls of each collective, by its name without underscores."""
+    counts: Counter[str] = Counter()
     for operator, count in seen.get_comm_counts().items():
-        found[operator.__name__.replace("_", "")] += count
-    return found
+        counts[operator.__name__.replace("_", "")] += count
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,6 @@ def test_a_rank_holds_and_sends_its_shard(
     assert whole["counts"] == [[0, 0, gathers], [0, 0, gathers], last]
     assert sharded["counts"] == [once, once, last]
     if fake_world:  # rank 0, which has the most rows
-        for found in (sharded, whole):
-            assert found["sizes"] == {"weights": shard, "gradients": shard, "moments": 2 * shard}
-            assert found["update"] == {"allreduce": 2}
+        for record in (sharded, whole):
+            assert record["sizes"] == {"weights": shard, "gradients": shard, "moments": 2 * shard}
+            assert record["update"] == {"allreduce": 2}

@@ -75,9 +75,9 @@ def test_grouped_heads_leave_room_for_more_cached_tokens(tmp_path: Path) -> None
 
 
 def test_what_is_given_stays_and_so_does_everything_on_a_cpu(tmp_path: Path) -> None:
-    given = chosen(tmp_path, "small", 80, "--micro_batch_tokens", "4096")
-    assert given.micro_batch_tokens == 4096
-    assert given.generation_batch_size == sizes.COMPLETIONS
+    sized = chosen(tmp_path, "small", 80, "--micro_batch_tokens", "4096")
+    assert sized.micro_batch_tokens == 4096
+    assert sized.generation_batch_size == sizes.COMPLETIONS
     config = parse(SFTConfig, ["--model_name_or_path", "x.json", "--output_dir", "y"])
     assert sizes.for_device(config, config.given) == config
 
