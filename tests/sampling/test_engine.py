@@ -46,9 +46,9 @@ def stand_in() -> Iterator[StandIn]:
 def sampler(stand_in: StandIn, lm: Any, **fields: Any) -> EngineSampler:
     lengths = {"max_prompt_length": 24, "max_completion_length": 12}
     needed = REQUIRED | lengths | {"rollout_server": stand_in.url}
-    made = new_sampler(Policy(lm), tiny.vocabulary([STOP]), GRPOConfig(**(needed | fields)))
-    assert isinstance(made, EngineSampler)
-    return made
+    engine = new_sampler(Policy(lm), tiny.vocabulary([STOP]), GRPOConfig(**(needed | fields)))
+    assert isinstance(engine, EngineSampler)
+    return engine
 
 
 # ---- what comes back -----------------------------------------------------------------------------
@@ -63,13 +63,13 @@ def test_completions_are_those_of_our_sampler_in_shape_stop_rule_and_log_probabi
     through = sampler(stand_in, lm)
     number = 12 if temperature else 1
     drawn = through.sample(EXAMPLES, num_samples=number, temperature=temperature)
-    own = Sampler(Policy(lm), tiny.vocabulary([STOP]), through.config).sample(
+    expected = Sampler(Policy(lm), tiny.vocabulary([STOP]), through.config).sample(
         EXAMPLES, num_samples=number, temperature=temperature
     )
-    for ours, theirs in zip(own.tensors, drawn.tensors, strict=True):
+    for ours, theirs in zip(expected.tensors, drawn.tensors, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
     if temperature == 0:
-        assert drawn.completion_ids == own.completion_ids
+        assert drawn.completion_ids == expected.completion_ids
     else:
         assert 0 < drawn.has_stop.sum() < len(drawn.has_stop)
     for ids, stopped in zip(drawn.completion_ids, drawn.has_stop.tolist(), strict=True):
@@ -188,8 +188,8 @@ def test_nonsense_is_named(stand_in, change, reason):
 def setting(**changes: Any) -> Any:
     def changed(usual: Any) -> Any:
         usual = copy.deepcopy(usual)
-        for part, values in changes.items():
-            usual["vllm_config"][part] = values and usual["vllm_config"][part] | values
+        for section, values in changes.items():
+            usual["vllm_config"][section] = values and usual["vllm_config"][section] | values
         return usual
 
     return changed
@@ -287,7 +287,7 @@ def served(model: str) -> Iterator[StandIn]:
 
 
 def ended(jobs: list[ranks.Job]) -> str:
-    """How stages end on this rank: the sentence of a refusal, "" without one."""
+    """Run stages on this rank; the sentence of a refusal, "" without one."""
     try:
         ranks.run_stages(jobs)
     except UserError as error:
@@ -329,9 +329,9 @@ def test_a_server_that_dies_costs_no_step(served, model, tmp_path, num_ranks):
 def test_a_table_that_cannot_be_sampled_is_left_out(served, model, tmp_path, capsys):
     served.breaks_at = 5  # after the four prompts of the only step
     assert ended([job(tmp_path / "run", served, model, "grpo", GRPO | {"max_steps": 1})]) == ""
-    said = capsys.readouterr().out
-    for what in ("there is no table of samples", "held-out prompts are not evaluated"):
-        assert f"warning: {what}: the vLLM server" in said
+    output = capsys.readouterr().out
+    for warning in ("there is no table of samples", "held-out prompts are not evaluated"):
+        assert f"warning: {warning}: the vLLM server" in output
     assert (tmp_path / "run" / "model").is_dir()
 
 

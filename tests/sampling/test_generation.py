@@ -106,14 +106,14 @@ def test_greedy_completions_are_those_of_generate(family):
             generation_batch_size=at_once,
             layout=layout,
         )
-        found = sampler.sample(EXAMPLES, temperature=0)
-        assert found.completion_ids == expected
-        assert found.has_stop.tolist() == [row[-1] in stop_ids for row in expected]
+        rollouts = sampler.sample(EXAMPLES, temperature=0)
+        assert rollouts.completion_ids == expected
+        assert rollouts.has_stop.tolist() == [row[-1] in stop_ids for row in expected]
 
 
 def test_greedy_logps_are_of_the_distribution_at_temperature_1(gpt2):
-    found = new_sampler(gpt2).sample(EXAMPLES, temperature=0)
-    assert_scorer_agrees(gpt2, EXAMPLES, found, num_samples=1, temperature=1.0)
+    rollouts = new_sampler(gpt2).sample(EXAMPLES, temperature=0)
+    assert_scorer_agrees(gpt2, EXAMPLES, rollouts, num_samples=1, temperature=1.0)
 
 
 # ---- the distribution of the samples -------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_sampled_tokens_have_the_exact_frequencies(temperature, layout):
 
 
 def kept_by_hand(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Which of (V,) tokens may be drawn, added one by one from the most likely, and their share."""
+    """Probabilities (V,) of the tokens that may be drawn, added one by one from the likeliest."""
     kept = torch.zeros_like(probabilities)
     order = sorted(range(len(probabilities)), key=lambda token: -float(probabilities[token]))
     order = order[: top_k or None]
@@ -229,9 +229,9 @@ def test_restrict_by_hand():
     logps = torch.tensor([[0.125, 0.5, 0.125, 0.25], [0.25, 0.25, 0.25, 0.25]]).log()
 
     def kept(top_k: int, top_p: float) -> list[list[int]]:
-        found = restrict(logps, top_k, top_p)
-        is_kept = found > -torch.inf
-        assert torch.equal(found[is_kept], logps[is_kept])  # not normalised again
+        restricted = restrict(logps, top_k, top_p)
+        is_kept = restricted > -torch.inf
+        assert torch.equal(restricted[is_kept], logps[is_kept])  # not normalised again
         return [row.nonzero().flatten().tolist() for row in is_kept]
 
     assert kept(0, 1.0) == kept(4, 1.0) == kept(9, 1.0) == [[0, 1, 2, 3]] * 2
@@ -323,14 +323,14 @@ def assert_scorer_agrees(
     batch = batch.to(distributed.device())
     with torch.no_grad():
         logps = Policy(lm)(batch, temperature=temperature).token_logps
-    for found, mask, row in zip(
+    for sampled, mask, row in zip(
         rollouts.token_logps,
         rollouts.mask,
         tiny.per_row(logps, batch.completion_mask),
         strict=True,
     ):
-        torch.testing.assert_close(found[mask], row, rtol=0, atol=tiny.rounding(lm, temperature))
-        assert (found[~mask] == 0).all()
+        torch.testing.assert_close(sampled[mask], row, rtol=0, atol=tiny.rounding(lm, temperature))
+        assert (sampled[~mask] == 0).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -374,15 +374,15 @@ def test_batch_size_layout_and_companions_change_no_completion(family):
         {"layout": "padded"},
         {"layout": "padded", "generation_batch_size": 4},
     ):
-        found = sample(EXAMPLES, **fields)
-        assert found.completion_ids == whole.completion_ids
-        assert torch.equal(found.has_stop, whole.has_stop)
+        rollouts = sample(EXAMPLES, **fields)
+        assert rollouts.completion_ids == whole.completion_ids
+        assert torch.equal(rollouts.has_stop, whole.has_stop)
     shuffled = list(range(len(EXAMPLES)))
     random.Random(0).shuffle(shuffled)
-    found = sample([EXAMPLES[i] for i in shuffled])
+    rollouts = sample([EXAMPLES[i] for i in shuffled])
     for place, i in enumerate(shuffled):
         assert (
-            found.completion_ids[3 * place : 3 * place + 3]
+            rollouts.completion_ids[3 * place : 3 * place + 3]
             == (whole.completion_ids[3 * i : 3 * i + 3])
         )
 
@@ -469,14 +469,14 @@ def test_the_keys_of_a_prompt_are_kept_once(family, num_samples, monkeypatch):
     run_decode(lm, prompts, num_samples, stop_ids=[99], max_completion_length=length)
     (cache,) = caches
     width = 8 * (4 if family == "gpt2" else 2)  # numbers of a token's keys in one layer
-    for own, prompt in zip(cache.sample_keys.values(), cache.prompt_keys.values(), strict=True):
-        assert [part.numel() for part in prompt] == [3 * 9 * width] * 2
-        assert [part.numel() for part in own] == [3 * num_samples * length * width] * 2
+    for samples, prompt in zip(cache.sample_keys.values(), cache.prompt_keys.values(), strict=True):
+        assert [tensor.numel() for tensor in prompt] == [3 * 9 * width] * 2
+        assert [tensor.numel() for tensor in samples] == [3 * num_samples * length * width] * 2
     assert len(cache.prompt_keys) == 2  # layers
 
 
 def test_fixed_shapes_give_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a graph replays on a GPU: keys of all columns that are filled later are masked.
+    """As for a graph on a GPU: keys of all columns that are filled later are masked.
 
     80 tokens of 6 samples, more than the first width; after 70 of them one prompt's sample stops.
     """
@@ -500,7 +500,7 @@ def test_fixed_shapes_give_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What only a GPU has: `torch.bmm` of bfloat16 numbers that puts out float32."""
+    """As only on a GPU: `torch.bmm` of bfloat16 numbers with a float32 result."""
     plain = torch.bmm
 
     def bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -529,17 +529,17 @@ def one_token(
     cache.grow()
     cache.append()
     with Operators() as ran:
-        found = cache.attend(0, tiny.on_gpu(query.to(dtype)), key, value, 0.4)
+        attended = cache.attend(0, tiny.on_gpu(query.to(dtype)), key, value, 0.4)
     expected = []
     for row, i in enumerate(kept):
         n = i // 3
-        seen = [part[n][:, : len(prompts[n])] for part in cache.prompt_keys[0]]  # (H', P, d)
+        seen = [tensor[n][:, : len(prompts[n])] for tensor in cache.prompt_keys[0]]  # (H', P, d)
         seen = [torch.cat([a, b[row]], 1) for a, b in zip(seen, (key, value), strict=True)]
         keys, values = (x.double().repeat_interleave(2, 0) for x in seen)  # (H, P + 1, d)
         shares = (query[row].to(dtype).double() @ keys.mT * 0.4).softmax(-1)
         expected.append(shares @ values)
     numbers = cache.prompt_keys[0][0].numel()
-    return found.as_subclass(Tensor).double(), torch.stack(expected), ran, numbers
+    return attended.as_subclass(Tensor).double(), torch.stack(expected), ran, numbers
 
 
 @pytest.mark.usefixtures("products_in_float32")
@@ -556,14 +556,14 @@ def one_token(
 def test_a_token_copies_no_prompt_on_a_gpu_and_scores_are_float32(dtype, scale, bounds, kept):
     """Its products read the prompts' keys and values where they lie, and they are few."""
     prompts = [list(range(2, 42)), list(range(3, 20))]
-    found, expected, ran, num_numbers = one_token(dtype, prompts, scale, kept)
-    torch.testing.assert_close(found, expected, rtol=bounds[0], atol=bounds[1])
+    attended, expected, ran, num_numbers = one_token(dtype, prompts, scale, kept)
+    torch.testing.assert_close(attended, expected, rtol=bounds[0], atol=bounds[1])
     assert max(ran.copied, default=0) < num_numbers
     assert ran.count <= 21
 
 
 class Operators(TorchDispatchMode):
-    """How many operators compute something, and how many numbers each copy of a tensor has."""
+    """Counts operators that compute something, and the numbers in each copy of a tensor."""
 
     def __enter__(self) -> "Operators":
         self.count = 0
@@ -616,9 +616,9 @@ def test_rows_that_stay_though_they_have_finished_change_nothing(family, layout,
         return plain(tiny.on_gpu(finished), num_rows, position)
 
     monkeypatch.setattr(decoding, "rows_to_keep", as_on_a_gpu)
-    found = run_decode(lm, prompts, 4, **options)
-    assert found.completion_ids == expected.completion_ids
-    logps = (found.token_logps, expected.token_logps)
+    rollouts = run_decode(lm, prompts, 4, **options)
+    assert rollouts.completion_ids == expected.completion_ids
+    logps = (rollouts.token_logps, expected.token_logps)
     torch.testing.assert_close(*logps, rtol=0, atol=tiny.rounding(lm))
     assert {28} < sizes <= {28, 14, 7, 4, 2, 1}
 
@@ -632,15 +632,15 @@ def test_rows_that_stay_though_they_have_finished_change_nothing(family, layout,
     num_samples=st.integers(1, 9),
     at_once=st.integers(1, 20),
     room=st.integers(1, 200),
-    own=st.integers(1, 20),
+    length=st.integers(1, 20),
 )
-def test_what_is_decoded_at_once_fills_the_limits(longest, num_samples, at_once, room, own):
+def test_what_is_decoded_at_once_fills_the_limits(longest, num_samples, at_once, room, length):
     config = tiny.train_config(
-        generation_batch_size=at_once, generation_cache_tokens=room, max_completion_length=own
+        generation_batch_size=at_once, generation_cache_tokens=room, max_completion_length=length
     )
 
     def fits(num_prompts: int, count: int) -> bool:
-        return num_prompts * count <= at_once and num_prompts * (longest + count * own) <= room
+        return num_prompts * count <= at_once and num_prompts * (longest + count * length) <= room
 
     num_prompts, count = generation.decoded_at_once(longest, num_samples, config)
     assert num_prompts >= 1
@@ -735,8 +735,8 @@ def test_padding_and_sampling_of_a_model_with_convolution_or_recurrent_states(fa
         together = policy(padded_batch(repeated, completions, 1)).token_logps  # (12, C)
         for row, (prompt, completion) in enumerate(zip(repeated, completions, strict=True)):
             alone = policy(padded_batch([prompt], [completion], 1)).token_logps[0]
-            for found in (together[row], logps[row]):
-                torch.testing.assert_close(found[: len(alone)], alone, rtol=0, atol=tolerance)
+            for scores in (together[row], logps[row]):
+                torch.testing.assert_close(scores[: len(alone)], alone, rtol=0, atol=tolerance)
     with pytest.raises(UserError, match="--layout padded"):
         shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
 

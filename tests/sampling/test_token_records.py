@@ -1,4 +1,4 @@
-"""Tables of samples say of every token how likely policy and reference find it; reports show that.
+"""Tables of samples hold the log-probabilities of tokens under policy and reference; so do reports.
 
 The target is a plain forward pass of the Hugging Face model, a completion at a time. What a reward
 function logs is in the tables, and recorded as the mean of its calls, whichever ranks call.
@@ -47,8 +47,8 @@ def test_log_probabilities_are_those_of_a_plain_forward(layout: str, temperature
             row = tiny.plain_logps(plain, example.prompt_ids, ids, temperature)
             expected.append(row.tolist())
     assert [len(each) for each in logps] == [4, 1, 7, 2, 6, 3]
-    for found, wanted in zip(logps, expected, strict=True):
-        assert found == pytest.approx(wanted, abs=1e-4)
+    for scores, wanted in zip(logps, expected, strict=True):
+        assert scores == pytest.approx(wanted, abs=1e-4)
     assert token_records.token_logps(Policy(lm), [], config, tiny.vocabulary()) == []
 
 
@@ -183,8 +183,8 @@ def test_what_colours_a_token_by_hand() -> None:
     }
     assert row_tokens({"completion": "an older file"}) == ([], {})
     assert row_tokens({"tokens": ["a"], "token_logps": []}) == ([], {})
-    own = {"tokens": ["a"], "token_logps": [-1.0], "advantage": "a column of the user's"}
-    assert row_tokens(own) == (["a"], {LOGP: [-1.0]})
+    user_row = {"tokens": ["a"], "token_logps": [-1.0], "advantage": "a column of the user's"}
+    assert row_tokens(user_row) == (["a"], {LOGP: [-1.0]})
     pair = {"chosen_tokens": ["a"], "chosen_token_logps": [-1], "ref_chosen_token_logps": [-2]}
     assert row_tokens(pair, "chosen_") == (["a"], {LOG_RATIO: [1.0], LOGP: [-1]})
 
@@ -240,10 +240,11 @@ def test_a_chain_s_runs_become_sections(runs: dict[int, Path]) -> None:
 
 
 def test_completions_come_from_the_evaluation_s_own_file(tmp_path: Path) -> None:
-    own = {"completion": "a reference", "num_tokens": 3, "stopped": True, "rewards": {"gold": 1.0}}
-    made = {"completion": "made", "num_tokens": 4, "stopped": False, "kl": 2.25}
-    made["rewards"] = {"gold": None, "rm": 0.5}
-    line = {"id": 0, "prompt": "p", "reference": own, "systems": {"SFT": made}}
+    reference = {"completion": "a reference", "num_tokens": 3, "stopped": True}
+    reference |= {"rewards": {"gold": 1.0}}
+    generated = {"completion": "made", "num_tokens": 4, "stopped": False, "kl": 2.25}
+    generated |= {"rewards": {"gold": None, "rm": 0.5}}
+    line = {"id": 0, "prompt": "p", "reference": reference, "systems": {"SFT": generated}}
     line |= {"verdicts": [], "further": {}}
     (tmp_path / "completions.jsonl").write_text(json.dumps(line) + "\n")
     (section,) = completions_section(tmp_path)

@@ -1,4 +1,4 @@
-"""Claim: what a vLLM server samples is what the policy gives, with the weights of the moment.
+"""Claim: a vLLM server samples from the policy, with its current weights.
 
 For real, on a CPU: `make test-vllm`. Servers are started by the lines in `docs/rollout_engine.md`.
 Log-probabilities are within 1e-5 nats of ours in float32.
@@ -50,7 +50,7 @@ SHAPE: dict[str, Any] = {"width": 128, "initializer_range": 0.05}
 def served(model: Path, folder: Path, **changes: str) -> Iterator[str]:
     """The URL of a server that the page's lines for CPUs start, with other values of flags."""
     page = (ROOT / "docs" / "rollout_engine.md").read_text()
-    (block,) = (part for part in page.split("```") if "VLLM_TARGET_DEVICE=cpu" in part)
+    (block,) = (text for text in page.split("```") if "VLLM_TARGET_DEVICE=cpu" in text)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     lines = block.removeprefix("sh\n").replace("PORT=8000", f"PORT={port}")
@@ -103,24 +103,24 @@ def new_engine(folder: Path, family: str, mode: str, **fields: Any) -> Iterator[
             needed |= {"max_prompt_length": 24, "max_completion_length": 12}
             needed |= {"generation_batch_size": 8, "reward_funcs": ["gold"], "rollout_server": url}
             config = GRPOConfig(**(needed | fields))
-            made = new_sampler(Policy(lm), tiny.vocabulary([STOP]), config)
-            assert isinstance(made, EngineSampler)
-            yield made
+            sampler = new_sampler(Policy(lm), tiny.vocabulary([STOP]), config)
+            assert isinstance(sampler, EngineSampler)
+            yield sampler
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
     """Its head is tied to the embedding."""
-    with new_engine(tmp_path_factory.mktemp("gpt2"), "gpt2", "processed_logprobs") as made:
-        yield made
+    with new_engine(tmp_path_factory.mktemp("gpt2"), "gpt2", "processed_logprobs") as sampler:
+        yield sampler
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
     """Draws among 5 tokens only."""
     folder = tmp_path_factory.mktemp("llama")
-    with new_engine(folder, "llama", "raw_logprobs", top_k=5) as made:
-        yield made
+    with new_engine(folder, "llama", "raw_logprobs", top_k=5) as sampler:
+        yield sampler
 
 
 def gap(sampler: EngineSampler, drawn: Rollouts, temperature: float) -> float:
@@ -128,8 +128,8 @@ def gap(sampler: EngineSampler, drawn: Rollouts, temperature: float) -> float:
     completed = drawn.completed(EXAMPLES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_records, "NUM_DECIMALS", 9)
-        given = (sampler.policy, completed, sampler.config, sampler.vocabulary, temperature)
-        ours = token_records.token_logps(*given)
+        arguments = (sampler.policy, completed, sampler.config, sampler.vocabulary, temperature)
+        ours = token_records.token_logps(*arguments)
     theirs = drawn.as_lists(drawn.token_logps)
     pairs = zip(chain(*ours), chain(*theirs), strict=True)
     return max(abs(one - other) for one, other in pairs)
@@ -155,9 +155,9 @@ def test_log_probabilities_of_a_restricted_distribution_are_those_before(llama):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_most_likely_tokens_are_ours(family, request):
     sampler = request.getfixturevalue(family)
-    own = Sampler(sampler.policy, tiny.vocabulary([STOP]), sampler.config)
+    ours = Sampler(sampler.policy, tiny.vocabulary([STOP]), sampler.config)
     drawn = sampler.sample(EXAMPLES, temperature=0)
-    assert drawn.completion_ids == own.sample(EXAMPLES, temperature=0).completion_ids
+    assert drawn.completion_ids == ours.sample(EXAMPLES, temperature=0).completion_ids
     assert gap(sampler, drawn, 1.0) < 1e-5
 
 
