@@ -115,7 +115,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
 
 
 def test_a_run_that_made_no_step_is_saved_as_new(tmp_path: Path) -> None:
-    """Torch makes a step of its own to have a state to save; it must not count."""
+    """Torch makes a step to have a state to save; it must not count."""
     run, other = trained(steps=0), trained(seed=1, steps=0)
     saver = tiny.checkpointer(tmp_path, *run)
     saver.save(0)
@@ -286,7 +286,7 @@ def test_a_restart_by_torchrun_goes_on_with_its_own_run_whatever_the_flag_says(
     newest, _, oldest = layout.newest_first(saved)
     for wanted in ("none", str(oldest)):
         assert find(saved, wanted) == newest
-    # What the first start was refused, or had no time to remove, is none of this run's.
+    # Checkpoints that the first start refused, or had no time to remove, are of another run.
     assert find(saved, "none", seed=5) is None
     tiny.checkpointer(tmp_path / "elsewhere", *trained(), async_save=False).save(1)
     first = layout.folder_of(tmp_path / "elsewhere", 1)
@@ -324,7 +324,7 @@ def test_a_finished_model_without_checkpoints_is_not_replaced_by_another_run(
     same.load(None)
     assert (tmp_path / "model" / "config.json").exists()
     output_lock.release(tmp_path)
-    other.load(None)  # killed early, it would leave another run's model beside its own config
+    other.load(None)  # killed early, it would leave another run's model next to its config
     assert not (tmp_path / "model").exists()
     assert (tmp_path / "model.before" / "config.json").exists()
 
@@ -482,7 +482,7 @@ def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: 
     assert [line["step"] for line in read_jsonl(path)] == [1]
     assert tiny.checkpointer(tmp_path, *trained()).load(None) == 0  # a new run has none
     assert path.read_text() == ""
-    assert layout.newest_first(tmp_path) == []  # nor what would be taken for one of its own
+    assert layout.newest_first(tmp_path) == []  # and no checkpoint
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -577,7 +577,7 @@ def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: 
 
 
 def stop_all(into: str) -> list[Any]:
-    """How a signal to one rank ends this one: the exit status and the message."""
+    """The exit status and the message of this rank after a signal to rank 1."""
     if distributed.rank() == 1:
         signals._first = (signal.SIGTERM, 0.0)
     with pytest.raises(signals.Stopped) as caught:

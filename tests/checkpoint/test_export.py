@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
+def trained_run(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
     """A run's folder with checkpoints after steps 1 and 2."""
     run = tmp_path_factory.mktemp("run")
     config = tiny.train_config(output_dir=str(run), keep_last=0, async_save=False)
@@ -49,8 +49,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(made, tmp_path / "run")
+def run(trained_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained_run, tmp_path / "run")
 
 
 def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> None:

@@ -213,7 +213,7 @@ def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(
 def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
     best: int, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which one that is, only the last evaluation can tell."""
+    """The last evaluation decides which one is the best."""
     fields: dict[str, Any] = {"dataset_test_split": "train"}
     fields |= {"save_steps": 2, "eval_steps": 2, "num_sample_prompts": 0}
     fields |= {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}

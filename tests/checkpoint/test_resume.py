@@ -149,8 +149,8 @@ def test_an_exported_checkpoint_is_the_run_s_own_model(
     run = folder / str(num_ranks) / task / "whole"
     moved = shutil.copytree(layout.folder_of(run, STEPS), tmp_path / "saved")
     export.main(export.ExportConfig(checkpoint=str(moved), output_dir=str(tmp_path / "out")))
-    own, exported = (hf_folder.read_settings(place / "model") for place in (run, tmp_path / "out"))
-    assert own == exported
+    exported = hf_folder.read_settings(tmp_path / "out" / "model")
+    assert exported == hf_folder.read_settings(run / "model")
     assert folder_module.read_config(tmp_path / "out") == folder_module.read_config(run)
 
 
@@ -206,17 +206,17 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     train_sft.main(SFTConfig(**flags))
     assert f"model: {tmp_path}/run/model  curves: {tmp_path}/run/plots" in capsys.readouterr().out
     weights = tmp_path / "run" / "model" / "model.safetensors"
-    made = weights.stat().st_mtime_ns
+    written_at = weights.stat().st_mtime_ns
     with pytest.raises(signals.Stopped, match="finished before: .* none trains it again"):
         train_sft.main(SFTConfig(**flags))
-    assert weights.stat().st_mtime_ns == made
+    assert weights.stat().st_mtime_ns == written_at
     train_sft.main(SFTConfig(**flags, resume_from_checkpoint="none"))
-    assert weights.stat().st_mtime_ns > made
+    assert weights.stat().st_mtime_ns > written_at
     for newer in (tmp_path / "start" / "config.json", rows):
-        made = weights.stat().st_mtime_ns
+        written_at = weights.stat().st_mtime_ns
         newer.touch()
         train_sft.main(SFTConfig(**flags))
-        assert weights.stat().st_mtime_ns > made
+        assert weights.stat().st_mtime_ns > written_at
 
 
 def test_a_run_that_lost_a_rank_and_one_that_was_stopped_end_as_if_they_had_not(
