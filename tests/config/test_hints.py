@@ -49,19 +49,19 @@ def read_page() -> list[Row]:
             listed = re.sub(r"\([^()]*\)", "", same[1].partition(". ")[0])
             names = re.findall(r"`(\w+)`", listed)
             rows += [Row(section, name, f"--{name}", line) for name in names]
-        elif found := ABSENT.fullmatch(line):
-            names = re.findall(r"\w+", found[1])
-            rows += [Row(section, name, "\N{EN DASH}", found[2]) for name in names]
-        elif found := ROW.fullmatch(line):
-            here, note = (cell.replace("`", "") for cell in found.groups()[1:])
-            rows += [Row(section, name, here, note) for name in re.findall(r"\w+", found[1])]
+        elif absent := ABSENT.fullmatch(line):
+            names = re.findall(r"\w+", absent[1])
+            rows += [Row(section, name, "\N{EN DASH}", absent[2]) for name in names]
+        elif row := ROW.fullmatch(line):
+            here, note = (cell.replace("`", "") for cell in row.groups()[1:])
+            rows += [Row(section, name, here, note) for name in re.findall(r"\w+", row[1])]
     return rows
 
 
 def flags_in(section: str) -> set[str]:
-    found = [row.flag for row in read_page() if row.section == section]
-    assert len(found) == len(set(found)), f"a flag is twice in {section!r}"
-    return set(found)
+    flags = [row.flag for row in read_page() if row.section == section]
+    assert len(flags) == len(set(flags)), f"a flag is twice in {section!r}"
+    return set(flags)
 
 
 def fields_of(*classes: Any) -> set[str]:
@@ -82,8 +82,8 @@ def test_the_page_has_every_flag_of_trl_and_no_other() -> None:
         assert 2 <= sum(flag in fields_of(cls) for cls in classes) <= 3, flag
     of_scripts = fields_of(trl.ModelConfig, trl.DatasetMixtureConfig, GRPOScriptArguments)
     assert flags_in(SCRIPTS) == of_scripts
-    known = of_scripts | fields_of(*classes)
-    assert not flags_in("earlier releases of trl and transformers") & known
+    all_flags = of_scripts | fields_of(*classes)
+    assert not flags_in("earlier releases of trl and transformers") & all_flags
 
 
 def test_what_the_page_names_is_a_flag_that_the_stage_uses() -> None:
@@ -92,9 +92,9 @@ def test_what_the_page_names_is_a_flag_that_the_stage_uses() -> None:
     every = set.intersection(*used.values())
     by_section = {**used, EVERY: every} | dict.fromkeys([SCRIPTS], set.union(*used.values()))
     for row in read_page():
-        known = by_section.get(row.section, set.union(*used.values()))
+        allowed = by_section.get(row.section, set.union(*used.values()))
         named = set(re.findall(r"--(\w+)", row.here))
-        assert named <= known, (row.section, row.flag)
+        assert named <= allowed, (row.section, row.flag)
         assert named or row.here == "\N{EN DASH}", row
         in_notes = set(re.findall(r"--(\w+)", row.note))
         assert in_notes <= set.union(*used.values(), fields_of(config_class("evaluate.py"))), row
@@ -126,8 +126,8 @@ def refusal(script: str, *words: str) -> str:
 )
 def test_a_flag_of_trl_is_answered_with_ours(script: str, flag: str, ours: str) -> None:
     name = flag[2:].replace("-", "_")
-    told = f"{name.partition('=')[0]} is {ours} here, see docs/from-trl.md."
-    assert refusal(script, flag) == f"unknown argument '--{name}': TRL's {told}"
+    hint = f"{name.partition('=')[0]} is {ours} here, see docs/from-trl.md."
+    assert refusal(script, flag) == f"unknown argument '--{name}': TRL's {hint}"
 
 
 def test_a_flag_that_nothing_here_replaces_is_answered_with_the_reason() -> None:
@@ -147,8 +147,8 @@ def test_a_flag_that_nobody_knows_is_looked_up_in_the_help() -> None:
 
 
 def test_all_unknown_flags_of_a_pasted_command_are_named_at_once() -> None:
-    given = ("--use_peft", "--packing", "true", "--save_total_limit=3", "--bf16", "true")
-    sentence = refusal("train_sft.py", *given)
+    arguments = ("--use_peft", "--packing", "true", "--save_total_limit=3", "--bf16", "true")
+    sentence = refusal("train_sft.py", *arguments)
     assert sentence.startswith("unknown argument '--use_peft': TRL's use_peft is --lora_r here")
     assert sentence.endswith("; also unknown: --packing, --save_total_limit.")
 
