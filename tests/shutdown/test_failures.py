@@ -4,7 +4,7 @@ On two processes under torchrun: an exception in a reward function or elsewhere 
 with rank and step; a process that is killed leaves no other
 behind, and is started again by torchrun to finish the run; one that hangs ends the run after
 `ddp_timeout`. Ranks with unequal rows, or with none at all, make the steps that one process makes.
-SIGTERM for `make` reaches what it runs: a run that is left goes on beside the next one.
+SIGTERM for `make` ends the run that it started; otherwise two runs would go on at once.
 """
 
 import ctypes
@@ -103,11 +103,11 @@ class Ended:
 
     @property
     def root_cause(self) -> tuple[str, str, str]:
-        """What torchrun names as the first failure: rank, exit status, text."""
+        """The failure that torchrun names as the first: rank, exit status, text."""
         pattern = r"Root Cause.*?rank +: (\d).*?exitcode +: (-?\d+).*?traceback : (.*)\n===="
-        found = re.search(pattern, self.output, re.DOTALL)
-        assert found, self.output
-        return found[1], found[2], found[3]
+        failure = re.search(pattern, self.output, re.DOTALL)
+        assert failure, self.output
+        return failure[1], failure[2], failure[3]
 
 
 def run_grpo(folder: Path, function: str, *options: str, **flags: Any) -> Ended:
@@ -344,7 +344,7 @@ def test_restarts_need_a_new_store(monkeypatch: Any) -> None:
 
 
 def status_of_orphan(parent: str) -> int:
-    """How a process ends whose torchrun died while it imported, as a child of one of that name."""
+    """Exit status of a process whose torchrun died while it imported, as a child of `parent`."""
     prctl, pr_set_name, pr_set_child_subreaper = ctypes.CDLL(None).prctl, 15, 36
     prctl(pr_set_child_subreaper, 1, 0, 0, 0)  # what an orphan becomes a child of
     prctl(pr_set_name, parent.encode(), 0, 0, 0)
@@ -386,11 +386,11 @@ def test_a_cpu_on_which_bfloat16_is_slow_is_named(
 
 @pytest.mark.parametrize("visible", ["0", "", None])
 @pytest.mark.parametrize(
-    ("cuda", "said"),
+    ("cuda", "message"),
     [("13.0", "for CUDA 13.0 .* 535.129.03; update"), (None, "without CUDA .* a torch for CUDA,")],
 )
 def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(
-    cuda: str | None, said: str, visible: str | None, tmp_path: Path, monkeypatch: Any
+    cuda: str | None, message: str, visible: str | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Unless the user has hidden the GPU, or there is none."""
     text = (
@@ -409,7 +409,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(
     if visible == "":
         processes.refuse_without_gpu()
         return
-    with pytest.raises(UserError, match=f"built {said}.* CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(UserError, match=f"built {message}.* CUDA_VISIBLE_DEVICES="):
         processes.refuse_without_gpu()
 
 
@@ -426,8 +426,8 @@ distributed.start()
 def test_a_gpu_s_memory_is_in_segments_that_grow() -> None:
     """Asked of torch's allocator, which has read the environment by the time a GPU is chosen."""
     command = [sys.executable, "-c", ALLOCATOR]
-    found = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert found.stdout == "expandable_segments:True\n"
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert result.stdout == "expandable_segments:True\n"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 def start(folder: Path, **flags: object) -> Script:
     """Start SFT into `folder/run`."""
-    given = {
+    settings = {
         **SHORT_RUN,
         "output_dir": folder / "run",
         "model_name_or_path": ROOT / "assets" / "recipes" / "demo" / "gpt2-tiny.json",
@@ -38,7 +38,7 @@ def start(folder: Path, **flags: object) -> Script:
         "self_check": "false",
         **flags,
     }
-    words = [word for key, value in given.items() for word in (f"--{key}", value)]
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
     return Script([ROOT / "train_sft.py", *words], folder / "log")
 
 
@@ -59,12 +59,12 @@ def test_a_signal_saves_and_ends_with_its_status(name: str, status: int, tmp_pat
     wait_for(lambda: metrics.exists() and len(read_jsonl(metrics)) >= 3, script)
     os.kill(script.pid, getattr(signal, name))
     assert script.wait(300) == status, script.log.read_text()
-    told = script.log.read_text()
-    assert f"{name}: saving and ending soon" in told
-    assert "--save_steps is 0" in told
+    log = script.log.read_text()
+    assert f"{name}: saving and ending soon" in log
+    assert "--save_steps is 0" in log
     (folder,) = layout.newest_first(tmp_path / "run")
     step = layout.step_of(folder)
-    assert f"stopped after step {step} by {name}; the same command goes on from {folder}" in told
+    assert f"stopped after step {step} by {name}; the same command goes on from {folder}" in log
     assert [line["step"] for line in read_jsonl(metrics)] == list(range(1, step + 1))
     assert 3 <= step < STEPS
 
@@ -73,8 +73,8 @@ def test_a_kill_in_the_last_evaluation_loses_no_step(tmp_path: Path) -> None:
     flags = {"max_steps": 3, "save_steps": 2, "dataset_test_split": "validation"}
     flags |= {"num_eval_rows": 250, "micro_batch_tokens": 150}
     script, run = start(tmp_path, **flags), tmp_path / "run"
-    made = (layout.folder_of(run, 3), run / "model")
-    wait_for(lambda: all(folder.exists() for folder in made), script)
+    written = (layout.folder_of(run, 3), run / "model")
+    wait_for(lambda: all(folder.exists() for folder in written), script)
     os.kill(script.pid, signal.SIGKILL)
     assert script.wait(300) == -signal.SIGKILL
     assert all("eval_loss" not in line for line in read_jsonl(run / "metrics.jsonl"))
