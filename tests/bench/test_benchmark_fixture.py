@@ -210,13 +210,13 @@ JUDGED = {
 
 
 def test_outcomes_of_a_chain():
-    found = {name: quality.outcomes(name, Path("x"), RUNS, JUDGED) for name in quality.STAGES}
-    assert found["sft"] == {"minutes": 2.0, "GB": 0.5, "gold reward": 0.7}
-    assert found["reward"] == {"minutes": 3.0, "GB": 0.5, "accuracy, %": 80.0}
-    assert found["dpo"] == {"minutes": 1.0, "GB": 0.5, "gold reward": 0.85, "KL, nats": 0.5}
+    outcomes = {name: quality.outcomes(name, Path("x"), RUNS, JUDGED) for name in quality.STAGES}
+    assert outcomes["sft"] == {"minutes": 2.0, "GB": 0.5, "gold reward": 0.7}
+    assert outcomes["reward"] == {"minutes": 3.0, "GB": 0.5, "accuracy, %": 80.0}
+    assert outcomes["dpo"] == {"minutes": 1.0, "GB": 0.5, "gold reward": 0.85, "KL, nats": 0.5}
     # SFT, the reward model, and GRPO to its second checkpoint
-    assert found["grpo"].pop(quality.UNTIL) == 2.0 + 3.0 + 2.0
-    assert found["grpo"] == {"minutes": 4.0, "GB": 0.5, "gold reward": 0.95, "KL, nats": 3.0}
+    assert outcomes["grpo"].pop(quality.UNTIL) == 2.0 + 3.0 + 2.0
+    assert outcomes["grpo"] == {"minutes": 4.0, "GB": 0.5, "gold reward": 0.95, "KL, nats": 3.0}
 
 
 def test_table_has_means_and_differences_by_seed():
@@ -291,6 +291,6 @@ def test_our_commands_are_those_of_the_recipe_on_the_given_rows(stage, tmp_path,
     )
     for name in ("batch_size", "learning_rate", "max_steps", "warmup_steps", "seed"):
         assert getattr(config, name) == getattr(recipe, name)
-    _, _, own, *trl_flags = quality.command("trl", stage, folder, 3, 5)
-    assert own == stage
+    _, _, trl_stage, *trl_flags = quality.command("trl", stage, folder, 3, 5)
+    assert trl_stage == stage
     assert "--max_steps=5" in trl_flags
