@@ -97,20 +97,20 @@ def collated(selected: SelectedCandidates, config: GRPOConfig) -> list[list[Micr
 def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tensor]:
     """The micro-batches of the only update, if there is one, and which completions count."""
     selected = select(groups, config, 0)
-    return [part for update in collated(selected, config) for part in update], selected.counted
+    return [batch for update in collated(selected, config) for batch in update], selected.counted
 
 
 def gradient(policy: Policy, groups: Groups, config: GRPOConfig) -> Tensor:
     """Of a step's loss with respect to all parameters, with a KL to what the sampler recorded."""
     policy.zero_grad()
-    for part in prepared(groups, config)[0]:
-        logps, mask = policy(part.batch).token_logps, part.batch.completion_mask
-        per_token = policy_loss(logps, logps.detach(), part.advantages, mask)
+    for micro_batch in prepared(groups, config)[0]:
+        logps, mask = policy(micro_batch.batch).token_logps, micro_batch.batch.completion_mask
+        per_token = policy_loss(logps, logps.detach(), micro_batch.advantages, mask)
         if config.beta > 0:
-            nearby = logps.detach() + 0.02 * part.sampled_logps
+            nearby = logps.detach() + 0.02 * micro_batch.sampled_logps
             per_token = per_token + config.beta * kl_estimate(logps, nearby)
         options = {"aggregation": config.aggregation, "max_length": config.max_completion_length}
-        aggregate(per_token, mask, **options, **part.denominators._asdict()).backward()
+        aggregate(per_token, mask, **options, **micro_batch.denominators._asdict()).backward()
     return flat_gradient(policy)
 
 
@@ -150,11 +150,11 @@ def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
     watch = StepMonitor(Accumulator("cpu"), config)
     for step in (4, 5):
         watch.warn(select(groups, config, step), step)
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == bool(words), told
+    warnings = capsys.readouterr().out.splitlines()
+    assert len(warnings) == bool(words), warnings
     if words:
-        assert told[0].startswith("warning: step 5: ")
-        assert words in told[0]
+        assert warnings[0].startswith("warning: step 5: ")
+        assert words in warnings[0]
 
 
 # ---- what is collated ----------------------------------------------------------------------------
@@ -179,30 +179,31 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     config = new_config(
         num_candidates=4, layout=layout, micro_batch_size=limits[0], micro_batch_tokens=limits[1]
     )
-    own = rollouts.gather_candidates(groups, kept, config)
-    counted = own.counted.clone()
+    selected = rollouts.gather_candidates(groups, kept, config)
+    counted = selected.counted.clone()
     counted[1, 2] = False
-    own = replace(own, counted=counted)
+    selected = replace(selected, counted=counted)
     ids = groups.rollouts.completion_ids
     logps = groups.rollouts.as_lists(groups.rollouts.token_logps)
-    found = set()
-    (micro_batches,) = collated(own, config)
-    for part in micro_batches:
-        assert part.ref_logps is part.old_logps is part.ref_states is None
-        assert part.sampled_logps.shape == part.batch.completion_mask.shape
-        assert (part.sampled_logps[~part.batch.completion_mask] == 0).all()
-        for row in part.batch.is_real.nonzero().flatten().tolist():
-            mask: Tensor = part.batch.completion_mask[row]
-            n, g = divmod(int(part.batch.slots[row]), 3)
+    seen = set()
+    (micro_batches,) = collated(selected, config)
+    for micro_batch in micro_batches:
+        assert micro_batch.ref_logps is micro_batch.old_logps is micro_batch.ref_states is None
+        assert micro_batch.sampled_logps.shape == micro_batch.batch.completion_mask.shape
+        assert (micro_batch.sampled_logps[~micro_batch.batch.completion_mask] == 0).all()
+        for row in micro_batch.batch.is_real.nonzero().flatten().tolist():
+            mask: Tensor = micro_batch.batch.completion_mask[row]
+            sampled = micro_batch.sampled_logps[row][mask]
+            n, g = divmod(int(micro_batch.batch.slots[row]), 3)
             source = 4 * n + int(kept[n, g])
-            assert (n, g) not in found
-            assert part.batch.completion_ids[row][mask].tolist() == ids[source]
-            torch.testing.assert_close(part.sampled_logps[row][mask], torch.tensor(logps[source]))
-            found.add((n, g))
-    assert found == {(n, g) for n in (0, 1, 3) for g in range(3)} - {(1, 2)}
-    batches = [part.batch for part in micro_batches]
-    again = minibatches.values_by_slot(own, batches, [part.sampled_logps for part in micro_batches])
-    expected = own.rollouts.token_logps * counted.view(-1, 1)
+            assert (n, g) not in seen
+            assert micro_batch.batch.completion_ids[row][mask].tolist() == ids[source]
+            torch.testing.assert_close(sampled, torch.tensor(logps[source]))
+            seen.add((n, g))
+    assert seen == {(n, g) for n in (0, 1, 3) for g in range(3)} - {(1, 2)}
+    batches = [x.batch for x in micro_batches]
+    again = minibatches.values_by_slot(selected, batches, [x.sampled_logps for x in micro_batches])
+    expected = selected.rollouts.token_logps * counted.view(-1, 1)
     torch.testing.assert_close(again.cpu(), expected, rtol=0, atol=0)
 
 
@@ -224,12 +225,12 @@ def test_denominators_count_what_is_in_the_loss():
     ):
         micro_batches, counted = prepared(groups, new_config(**flags, micro_batch_size=2))
         assert torch.equal(counted, expected)
-        rows = sum(int(part.batch.is_real.sum()) for part in micro_batches)
+        rows = sum(int(micro_batch.batch.is_real.sum()) for micro_batch in micro_batches)
         assert rows == expected.sum()
-        for part in micro_batches:
-            assert part.denominators.num_sequences == expected.sum()
-            assert part.denominators.num_tokens == (lengths * expected).sum()
-            assert part.denominators.num_prompts == expected.any(1).sum()
+        for micro_batch in micro_batches:
+            assert micro_batch.denominators.num_sequences == expected.sum()
+            assert micro_batch.denominators.num_tokens == (lengths * expected).sum()
+            assert micro_batch.denominators.num_prompts == expected.any(1).sum()
     # A step in which nothing counts has no update.
     assert prepared(new_groups([[1.0] * 3] * 2), new_config(zero_variance="drop"))[0] == []
 
@@ -244,7 +245,7 @@ def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
     assert all(sorted(numbers) == [0, 1, 2] for numbers in chosen)
     assert len(set(chosen)) > 2
     updates = collated(kept, config)
-    places = [sorted(p for part in m for p in part.batch.slots.tolist()) for m in updates]
+    places = [sorted(p for x in m for p in x.batch.slots.tolist()) for m in updates]
     assert places == [[2 * chosen[0].index(m), 2 * chosen[0].index(m) + 1] for m in range(3)]
     assert [float(m[0].denominators.num_sequences) for m in updates] == [2.0] * 3
 
@@ -475,11 +476,11 @@ def test_step_rewards_reach_the_tokens_of_the_kept(baseline):
     rewards = [1.0, 0.0, 2.0, 1.0] if baseline == "all" else [2.0, 1.0, 1.0]
     mean, std = statistics.mean(rewards), statistics.stdev(rewards) + EPSILON
     one, two = (1.0 - mean) / std, (2.0 - mean) / std
-    found = minibatches.advantages(rollouts.gather_candidates(groups, kept, config), None, config)
+    selected = rollouts.gather_candidates(groups, kept, config)
     expected = torch.tensor(
         [[[one + two, one, one, one, 0.0, 0.0], [one, 0.0, 0.0, 0.0, 0.0, 0.0]]]
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(minibatches.advantages(selected, None, config), expected)
 
 
 @pytest.mark.parametrize(
@@ -908,7 +909,7 @@ def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(
 def test_a_signal_between_the_updates_of_a_step_waits_for_the_last_one(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What would be saved at once has made a part of them, and would make them again."""
+    """A checkpoint between them would hold some of them, and resuming would repeat these."""
     flags, update = OFF_POLICY | {"num_minibatches": 2}, Run.update
 
     def signalled(run: Run) -> None:
@@ -1024,6 +1025,6 @@ def test_what_contradicts_itself_is_refused_in_one_sentence(
 
 
 def test_the_help_names_every_built_in_reward():
-    told = GRPOConfig.__dataclass_fields__["reward_funcs"].metadata["help"]
-    assert all(f"{name}, " in told for name in functions.BUILT_IN)
-    assert all(f"{name}:" in told for name in functions.WITH_ARGUMENT)
+    help_text = GRPOConfig.__dataclass_fields__["reward_funcs"].metadata["help"]
+    assert all(f"{name}, " in help_text for name in functions.BUILT_IN)
+    assert all(f"{name}:" in help_text for name in functions.WITH_ARGUMENT)

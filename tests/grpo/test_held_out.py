@@ -1,4 +1,4 @@
-"""Claim: GRPO's evaluation is what other code says of the policy's own completions.
+"""Claim: GRPO's evaluation agrees with other code on the policy's completions.
 
 Log-ratios and implicit rewards are those of transformers alone, one unpadded sequence at a time;
 rewards are what the function is known to give. The noise is the same at every step, and the policy
@@ -75,18 +75,18 @@ def plain_logp(policy: Policy, *row: Any) -> float:
 
 def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
     policy, reference = models()
-    found = held_out(tmp_path, policy, reference)
-    metrics = found.measure(0, 10)
-    drawn = found.sampler.sample(found.prompts, temperature=TEMPERATURE)
-    keys = [example.prompt for example in found.prompts]
-    ids, sizes = drawn.completion_ids, [len(own) for own in drawn.completion_ids]
+    evaluator = held_out(tmp_path, policy, reference)
+    metrics = evaluator.measure(0, 10)
+    drawn = evaluator.sampler.sample(evaluator.prompts, temperature=TEMPERATURE)
+    keys = [example.prompt for example in evaluator.prompts]
+    ids, sizes = drawn.completion_ids, [len(row) for row in drawn.completion_ids]
     assert 1 < len(set(sizes)) < len(sizes)
-    even = [None if len(key) % 2 else own[0] for key, own in zip(keys, ids, strict=True)]
+    even = [None if len(key) % 2 else row[0] for key, row in zip(keys, ids, strict=True)]
     totals = [n + 0.5 * (x or 0) for n, x in zip(sizes, even, strict=True)]
     ratios = [
-        plain_logp(policy, example.prompt_ids, own, TEMPERATURE)
-        - plain_logp(reference, example.prompt_ids, own, TEMPERATURE)
-        for example, own in zip(found.prompts, ids, strict=True)
+        plain_logp(policy, example.prompt_ids, row, TEMPERATURE)
+        - plain_logp(reference, example.prompt_ids, row, TEMPERATURE)
+        for example, row in zip(evaluator.prompts, ids, strict=True)
     ]
     passed = [float(key == "pp") for key in keys]
     expected = {
@@ -95,17 +95,17 @@ def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
         "eval_reward/size": mean_over_prompts(sizes, keys),
         "eval_reward/even": mean_over_prompts(even, keys),
         "eval_completion_length": mean_over_prompts(sizes, keys),
-        "eval_stop_rate": share_over_prompts([float(own[-1] in STOPS) for own in ids], keys),
+        "eval_stop_rate": share_over_prompts([float(row[-1] in STOPS) for row in ids], keys),
         "eval_kl": mean_over_prompts(ratios, keys),
     }
     limits = {"eval_kl": max(sizes) * tiny.rounding(policy.lm, TEMPERATURE)}  # sums over tokens
-    for name, own in expected.items():
+    for name, interval in expected.items():
         head, slash, function = name.partition("/")
         for end, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
             value = metrics.pop(f"{head}{end}{slash}{function}")
-            assert value == pytest.approx(own[key], abs=limits.get(name)), (name, end)
+            assert value == pytest.approx(interval[key], abs=limits.get(name)), (name, end)
     better = []
-    for e in found.pairs:
+    for e in evaluator.pairs:
         chosen, rejected = (
             plain_logp(policy, e.prompt_ids, ids) - plain_logp(reference, e.prompt_ids, ids)
             for ids in e.completions
@@ -118,27 +118,27 @@ def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_reward_of_checks_alone_is_a_share(tmp_path: Path, number: int) -> None:
-    """Beside others 0 and 1 may be anything."""
-    found = held_out(tmp_path, models()[0], None, reward_weights=[0.0, 0.0, 1.0])
+    """In a sum with other functions, 0 and 1 may mean anything."""
+    evaluator = held_out(tmp_path, models()[0], None, reward_weights=[0.0, 0.0, 1.0])
     if number == 1:
         names = [f"{tmp_path}/functions.py:check"]
-        found.scorer = RewardFunctions.find(names, [1.0], tiny.vocabulary(), found.config)
-    keys = [example.prompt for example in found.prompts]
+        evaluator.scorer = RewardFunctions.find(names, [1.0], tiny.vocabulary(), evaluator.config)
+    keys = [example.prompt for example in evaluator.prompts]
     over = share_over_prompts if number == 1 else mean_over_prompts
-    own = over([float(key == "pp") for key in keys], keys)
-    metrics = found.measure(0, 10)
+    interval = over([float(key == "pp") for key in keys], keys)
+    metrics = evaluator.measure(0, 10)
     ends = [metrics[f"eval_reward{end}"] for end in ("_low", "_high")]
-    assert ends == pytest.approx([own["low"], own["high"]])
+    assert ends == pytest.approx([interval["low"], interval["high"]])
 
 
 def test_two_steps_differ_by_the_policy_alone(tmp_path: Path) -> None:
     policy, reference = models()
-    found = held_out(tmp_path, policy, reference)
-    first = found.measure(3, 10)
-    assert found.measure(7, 10) == first
+    evaluator = held_out(tmp_path, policy, reference)
+    first = evaluator.measure(3, 10)
+    assert evaluator.measure(7, 10) == first
     with torch.no_grad():
         policy.lm.get_output_embeddings().weight[5] += 0.3
-    assert found.measure(7, 10)["eval_kl"] != first["eval_kl"]
+    assert evaluator.measure(7, 10)["eval_kl"] != first["eval_kl"]
 
 
 def test_a_policy_is_at_no_distance_from_itself_and_prefers_nothing(tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ def test_a_policy_is_at_no_distance_from_itself_and_prefers_nothing(tmp_path: Pa
 
 def test_pairs_are_compared_with_the_reference_of_the_start(tmp_path: Path) -> None:
     policy, reference = models()
-    found = held_out(tmp_path, policy, reference, ref_update_steps=1)
-    before = found.measure(0, 10)
+    evaluator = held_out(tmp_path, policy, reference, ref_update_steps=1)
+    before = evaluator.measure(0, 10)
     reference.load_state_dict(policy.state_dict())
-    after = found.measure(0, 10)
+    after = evaluator.measure(0, 10)
     assert after["eval_accuracy"] == before["eval_accuracy"]
     assert after["eval_kl"] == pytest.approx(0, abs=1e-6)
     assert abs(before["eval_kl"]) > 0.01
@@ -163,13 +163,13 @@ def test_pairs_are_compared_with_the_reference_of_the_start(tmp_path: Path) -> N
 def test_an_engine_that_fails_leaves_the_pairs_and_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = held_out(tmp_path, *models())
+    evaluator = held_out(tmp_path, *models())
 
     def gone(*_: Any, **__: Any) -> None:
         raise EngineError("the server is gone.")
 
-    monkeypatch.setattr(found.sampler, "sample", gone)
-    assert "eval_accuracy" in (metrics := found.measure(0, 10))
+    monkeypatch.setattr(evaluator.sampler, "sample", gone)
+    assert "eval_accuracy" in (metrics := evaluator.measure(0, 10))
     assert "eval_reward" not in metrics
     assert "not evaluated: the server is gone" in capsys.readouterr().out
 
@@ -203,13 +203,13 @@ def test_of_many_completions_of_a_prompt_the_best_the_middle_and_the_worst_are_p
 def test_every_reward_function_has_a_column_before_its_weight(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = held_out(tmp_path, models()[0], None, num_generations=2)
-    logger = RunLogger(found.config, 5)
-    judged_by = (found.sampler, found.scorer, None)
-    monitor.show_samples(logger, *judged_by, found.prompts, found.config, step=2)
+    evaluator = held_out(tmp_path, models()[0], None, num_generations=2)
+    logger = RunLogger(evaluator.config, 5)
+    judged_by = (evaluator.sampler, evaluator.scorer, None)
+    monitor.show_samples(logger, *judged_by, evaluator.prompts, evaluator.config, step=2)
     logger.close()
     rows = read_jsonl(tmp_path / "samples.jsonl")
-    assert len(rows) == 2 * len(found.prompts)
+    assert len(rows) == 2 * len(evaluator.prompts)
     for row in rows:
         assert row["reward/size"] == len(row["tokens"])
         assert row["reward/check"] == (row["prompt"] == "pp")
