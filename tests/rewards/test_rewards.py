@@ -83,7 +83,7 @@ def call(functions: dict[str, Any], weights: list[float], num: int = 2, **column
 
 def rows(*columns: dict[str, Any], first: int = 1) -> list[Example]:
     """Rows with these columns, numbered from `first`."""
-    return [Example(n, "", [], [], own) for n, own in enumerate(columns, first - 1)]
+    return [Example(n, "", [], [], row) for n, row in enumerate(columns, first - 1)]
 
 
 def as_list(tensor: torch.Tensor) -> list[float | None]:
@@ -113,12 +113,12 @@ def test_a_function_changes_nothing_that_is_trained_on():
         facts[0]["k"].append(2)
         return [0.0] if facts[0]["k"] == [1, 2] else [1.0]
 
-    given = {"prompts": [[{"role": "user"}]], "completions": ["c"], "completion_ids": [[5, 6]]}
+    inputs = {"prompts": [[{"role": "user"}]], "completions": ["c"], "completion_ids": [[5, 6]]}
     columns = {"prompt_ids": [[3, 4]], "facts": [{"k": [1]}]}
-    before = copy.deepcopy((given, columns))
+    before = copy.deepcopy((inputs, columns))
     functions = RewardFunctions({"wild": wild, "again": wild}, [1, 1])
-    assert functions(**given, columns=columns).total.tolist() == [0]
-    assert (given, columns) == before
+    assert functions(**inputs, columns=columns).total.tolist() == [0]
+    assert (inputs, columns) == before
 
 
 def test_a_row_may_name_its_own_functions():
@@ -201,17 +201,17 @@ def test_a_function_sees_the_state_of_the_run_and_may_log():
     state = TrainerState(global_step=3, max_steps=12)
     rewards = RewardFunctions({"late": late}, [1.0])
     rewards.check_rows(rows({}))
-    found = rewards(["p", "q"], ["a", "b"], [[1], [2]], {}, state)
-    assert found.total.tolist() == [3, 3]
-    assert found.log.metrics == {"progress": [0.25]}
-    assert found.log.columns == {"texts": ["a", "b"]}
+    scores = rewards(["p", "q"], ["a", "b"], [[1], [2]], {}, state)
+    assert scores.total.tolist() == [3, 3]
+    assert scores.log.metrics == {"progress": [0.25]}
+    assert scores.log.columns == {"texts": ["a", "b"]}
 
 
 # --- what a function logs -------------------------------------------------------------------------
 
 
 def scored(functions: dict[str, Any], **columns: Any) -> RewardLog:
-    """What functions note about three completions."""
+    """The log that functions write about three completions."""
     rewards = RewardFunctions(functions, [1.0] * len(functions))
     return rewards(["p"] * 3, ["a", "bb", "ccc"], [[1], [2], [3]], columns).log
 
@@ -236,7 +236,7 @@ def test_every_call_adds_a_value_to_its_name():
 
 
 def test_a_column_has_a_place_for_every_completion():
-    def some(completions: list[str], log_extra: Any, **rest: Any) -> list[float]:
+    def some(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
         log_extra("length", [np.int64(len(text)) for text in completions])
         log_extra("parts", [tuple(text) for text in completions])
         return [0.0] * len(completions)
@@ -315,8 +315,8 @@ def test_gold_scores_the_embedded_task():
     rewards = tiny.reward_functions(["gold"])
     rewards.check_rows(rows({"facts": facts}))
     completions = [whole, " nothing", whole]
-    found = rewards(["p"] * 3, completions, [[1]] * 3, {"facts": [facts] * 3})
-    assert found.total.tolist() == [1.0, 0.0, 1.0]
+    scores = rewards(["p"] * 3, completions, [[1]] * 3, {"facts": [facts] * 3})
+    assert scores.total.tolist() == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -350,9 +350,9 @@ def judged(name: str, *completions: str, **columns: list[Any]) -> list[float | N
 
 
 def test_length_is_minus_the_number_of_tokens():
-    found = tiny.reward_functions(["length"], [0.5])(["p"] * 2, ["a", "b"], [[5, 6, 0], [0]], {})
-    assert found.by_function["length"].tolist() == [-3, -1]
-    assert found.total.tolist() == [-1.5, -0.5]
+    rewards = tiny.reward_functions(["length"], [0.5])(["p"] * 2, ["a", "b"], [[5, 6, 0], [0]], {})
+    assert rewards.by_function["length"].tolist() == [-3, -1]
+    assert rewards.total.tolist() == [-1.5, -0.5]
 
 
 def test_a_character_is_counted():
@@ -407,7 +407,7 @@ BEHIND = r"""|.|$|\$|%|\%|!|</s>|.</s>|<extra_id_0>|**| dollars| km/h|\text{ km}
         ("#### 18\n#### 17", "#### 18", 0),
         ("#### 18\n####", "#### 18", 0),
         ("#### 1/2", "#### 1", 0),
-        ("#### 3 1/2", "#### 3", 0),  # a mixed fraction is none of its parts
+        ("#### 3 1/2", "#### 3", 0),  # a mixed fraction is not its first number
         ("#### 3 and 1/2", "#### 3", 0),
         ("#### 3-1/2", "#### 3", 0),
         ("#### 31 1/2", "#### 3", 0),
@@ -433,8 +433,8 @@ def test_final_answers_are_compared_as_numbers(completion, answer, expected):
     columns = {"answer": [answer, "#### 7"]}
     rewards = tiny.reward_functions(["gsm8k"])
     rewards.check_rows(rows({"answer": answer}))
-    found = rewards.functions["gsm8k"](completions=[completion, "#### 7"], **columns)
-    assert list(found) == [expected, 1.0]
+    values = rewards.functions["gsm8k"](completions=[completion, "#### 7"], **columns)
+    assert list(values) == [expected, 1.0]
 
 
 def test_an_answer_that_is_no_number_is_named():
@@ -484,11 +484,11 @@ def test_the_reference_of_rouge_l_is_a_column_of_text_or_messages():
 def test_functions_of_a_file_are_found(file):
     names = [f"{file}:length", f"{file}:scaled", f"{file}:no_columns"]
     columns = {"n": [1, 2], "other": ["x", "y"]}
-    found = tiny.reward_functions(names, [1, 0.5, 1])(
+    rewards = tiny.reward_functions(names, [1, 0.5, 1])(
         ["p", "q"], ["a", "b"], [[1, 2], [3]], columns
     )
-    assert found.total.tolist() == [2 + 0.5 * 10 + 4, 1 + 0.5 * 20 + 4]
-    assert list(found.by_function) == ["length", "scaled", "no_columns"]
+    assert rewards.total.tolist() == [2 + 0.5 * 10 + 4, 1 + 0.5 * 20 + 4]
+    assert list(rewards.by_function) == ["length", "scaled", "no_columns"]
 
 
 def test_models_are_read_last(tmp_path, file, monkeypatch):
@@ -502,9 +502,9 @@ def test_models_are_read_last(tmp_path, file, monkeypatch):
 
     monkeypatch.setattr(models, "RewardModelFunction", load)
     names = [str(folder), f"{file}:length", "hub/model"]
-    found = tiny.reward_functions(names)(["p"], ["c"], [[1, 2]], {})
+    rewards = tiny.reward_functions(names)(["p"], ["c"], [[1, 2]], {})
     assert loaded == [str(folder), "hub/model"]
-    assert found.total.tolist() == [7 + 2 + 7]
+    assert rewards.total.tolist() == [7 + 2 + 7]
     assert [is_reward_model(name) for name in names] == [True, False, True]
     assert not any(map(is_reward_model, ["gold", "gsm8k", "count:e", "regex:a/b", "format:.py:f"]))
     with pytest.raises(UserError, match="no function of that name"):
@@ -608,7 +608,7 @@ def test_the_penalty_replaces_the_reward_of_what_did_not_stop():
 
 
 def ids_of_a_fork() -> list[list[int]]:
-    """What a process reads that is forked after a run has tokenised its rows on all cores."""
+    """Token ids in a process that is forked after a run has tokenised its rows on all cores."""
     os.environ.pop("TOKENIZERS_PARALLELISM", None)
     distributed.quieten()
     tokenizer = synthetic.train_tokenizer()
@@ -669,29 +669,29 @@ def test_another_function_s_reward_is_a_step_that_ends_with_the_completion():
         "a": constant(10, 20, 30),
         "watched": constant(5, 5, 5),
     }
-    found = score_lengths(functions, [1.0, 0.5, 0.0], [4, 2, 3])
-    assert found.steps == [{1: 1.0, 3: 6.0}, {0: 3.0, 1: 10.0}, {2: 15.0}]
-    assert found.total.tolist() == [sum(steps.values()) for steps in found.steps]
-    assert found.by_function["s"].tolist()[:2] == [2.0, 3.0]
-    assert math.isnan(found.by_function["s"][2])
+    rewards = score_lengths(functions, [1.0, 0.5, 0.0], [4, 2, 3])
+    assert rewards.steps == [{1: 1.0, 3: 6.0}, {0: 3.0, 1: 10.0}, {2: 15.0}]
+    assert rewards.total.tolist() == [sum(steps.values()) for steps in rewards.steps]
+    assert rewards.by_function["s"].tolist()[:2] == [2.0, 3.0]
+    assert math.isnan(rewards.by_function["s"][2])
 
 
 def test_a_function_that_is_only_watched_adds_no_step():
     """A step of reward 0 would move the mean of all steps."""
     functions = {"s": constant([(0, 1.0)]), "watched": constant(5), "also": constant([(1, 9.0)])}
-    found = score_lengths(functions, [1.0, 0.0, 0.0], [3])
-    assert found.steps == [{0: 1.0}]
-    assert found.by_function["also"].tolist() == [9.0]
+    rewards = score_lengths(functions, [1.0, 0.0, 0.0], [3])
+    assert rewards.steps == [{0: 1.0}]
+    assert rewards.by_function["also"].tolist() == [9.0]
     functions = {"watched": constant([(1, 1.0)], [(0, 3.0)]), "a": constant(10, 20)}
-    found = score_lengths(functions, [0.0, 1.0], [4, 2])
-    assert found.steps == []
-    assert found.total.tolist() == [10.0, 20.0]
+    rewards = score_lengths(functions, [0.0, 1.0], [4, 2])
+    assert rewards.steps == []
+    assert rewards.total.tolist() == [10.0, 20.0]
 
 
 def test_two_functions_may_reward_the_same_step():
     functions = {"a": constant([(0, 1.0), (2, 2.0)]), "b": constant([(2, 10.0), (2, 1.0)])}
-    found = score_lengths(functions, [1.0, 3.0], [3])
-    assert found.steps == [{0: 1.0, 2: 2.0 + 3 * 11.0}]
+    rewards = score_lengths(functions, [1.0, 3.0], [3])
+    assert rewards.steps == [{0: 1.0, 2: 2.0 + 3 * 11.0}]
 
 
 def test_without_step_rewards_there_are_no_steps():

@@ -226,8 +226,8 @@ def test_a_reward_model_trained_here_judges_pairs_as_in_trl(untrained: Path, tmp
     )
     trainer = reward_trainer(tmp_path / "run" / "model", tmp_path)
     expected = pair_scores_by_trl(trainer)
-    found = read_jsonl(tmp_path / "run" / "samples.jsonl")
-    scores = [[row["chosen score"], row["rejected score"]] for row in found]
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    scores = [[row["chosen score"], row["rejected score"]] for row in samples]
     limit = tiny.rounding(trainer.model)
     torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=limit)
 
