@@ -64,7 +64,7 @@ def run_of(
     on_gpu: bool = False,
     **flags: Any,
 ):
-    """What is planned for a stage, on a CPU unless said otherwise."""
+    """The plan of a stage, on a CPU by default."""
     needed = {
         "output_dir": "unused",
         "model_name_or_path": str(shapes / f"{family}.json"),
@@ -77,8 +77,8 @@ def run_of(
 
 def parts(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
     """The bytes by column at a moment."""
-    (found,) = (m for m in memory.moments(run.on(num_ranks)) if m.name == name)
-    return found.columns
+    (moment,) = (m for m in memory.moments(run.on(num_ranks)) if m.name == name)
+    return moment.columns
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -94,9 +94,9 @@ def test_a_rank_holds_its_rows_of_each_parameter_rounded_up():
 
 
 def test_parameters_and_optimiser_of_one_process(shapes: Path):
-    found = parts(run_of(shapes), 1, "loss")
-    assert found["parameters"] == 4 * NUMBERS
-    assert found["optimiser"] == 8 * NUMBERS
+    sizes = parts(run_of(shapes), 1, "loss")
+    assert sizes["parameters"] == 4 * NUMBERS
+    assert sizes["optimiser"] == 8 * NUMBERS
     at_end = parts(run_of(shapes, batch_size=1), 1, "gradients")
     assert at_end["gradients"] == 4 * (NUMBERS + VOCABULARY * WIDTH)  # the head is tied
 
@@ -107,11 +107,11 @@ def test_shards_are_the_chunks_that_torch_makes(
     shapes: Path, family: str, num_ranks: int, num_replicas: int
 ):
     run = run_of(shapes, family, batch_size=num_ranks, num_replicas=num_replicas)
-    found = parts(run, num_ranks, "loss")
+    sizes = parts(run, num_ranks, "loss")
     num_shards = num_ranks // num_replicas
     shard = sum(p.chunk(num_shards)[0].numel() for p in tiny.causal_lm(family).parameters())
-    assert found["parameters"] == 4 * shard
-    assert found["optimiser"] == 8 * shard
+    assert sizes["parameters"] == 4 * shard
+    assert sizes["optimiser"] == 8 * shard
 
 
 def test_frozen_copies_have_parameters_only(shapes: Path):
@@ -159,8 +159,8 @@ def test_adapters_are_those_that_peft_adds(shapes: Path):
     lora.add_adapters(lm, "unused", settings)
     assert by_hand == sum(p.numel() for p in lm.parameters() if p.requires_grad)
     assert run.policy.numbers() == sum(p.numel() for p in lm.parameters())
-    found = parts(run, 1, "gradients")
-    assert (found["gradients"], found["optimiser"]) == (4 * by_hand, 8 * by_hand)
+    sizes = parts(run, 1, "gradients")
+    assert (sizes["gradients"], sizes["optimiser"]) == (4 * by_hand, 8 * by_hand)
 
 
 def test_offloading_leaves_no_shard_on_a_gpu(shapes: Path):
@@ -193,7 +193,7 @@ def test_gradients_that_are_reduced_in_every_micro_batch_are_shards(
     shapes: Path, num_ranks: int, num_replicas: int
 ):
     flags = {"batch_size": 64, "micro_batch_tokens": 100, "num_replicas": num_replicas}
-    whole, sharded = (run_of(shapes, **flags, shard_gradients=how) for how in (False, True))
+    whole, sharded = (run_of(shapes, **flags, shard_gradients=value) for value in (False, True))
     num_shards = num_ranks // num_replicas
     shard = sum(p.chunk(num_shards)[0].numel() for p in tiny.causal_lm("gpt2").parameters())
     for name in ("loss", "backward"):
@@ -275,7 +275,7 @@ def test_activations_are_those_that_a_real_graph_keeps(
 
 def test_checkpointing_keeps_one_block_of_two(shapes: Path):
     flags = {"micro_batch_tokens": 4096, "batch_size": 512}
-    every, one = (run_of(shapes, **flags, gradient_checkpointing=how) for how in (False, True))
+    every, one = (run_of(shapes, **flags, gradient_checkpointing=value) for value in (False, True))
     kept = [parts(run, 1, "loss")["activations"] for run in (every, one)]
     assert kept[1] < 0.8 * kept[0]
 
@@ -317,16 +317,16 @@ def test_an_exact_kl_keeps_states_of_all_updates_and_the_head(shapes: Path):
 
 def test_a_gpu_holds_more_logits_at_once(shapes: Path):
     """Up to 1 GiB, a CPU up to 64 MiB; fewer rows than that have theirs only."""
-    found = []
+    sizes = []
     for on_gpu in (False, True):
         run = run_of(shapes, on_gpu=on_gpu, batch_size=2**12, micro_batch_tokens=2**16)
         policy = replace(run.policy, vocabulary=2**16)
-        found += [
+        sizes += [
             activations.logits_bytes(run, policy, batch, trains=True) - 4 * WIDTH * rows
             for rows in (2560, 40960)
             for batch in [workload.MicroBatch(1, 0, 0, rows / 10)]
         ]
-    assert found == [2**26, 2**26, 4 * 2560 * 2**16, 2**30]
+    assert sizes == [2**26, 2**26, 4 * 2560 * 2**16, 2**30]
 
 
 # ---- sampling ------------------------------------------------------------------------------------
@@ -345,8 +345,8 @@ def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
     real = sum(tensor.numel() * tensor.element_size() for tensor in held)
     by_hand = 4 * 2 * LAYERS * WIDTH * (num_prompts * 40 + num_prompts * num_samples * 10)
     assert memory.cache_bytes(run, num_prompts, num_samples) == real == by_hand
-    # On a GPU the room for samples is taken at once, beside the keys that the prefill left, which
-    # of GPT-2 are a part of queries, keys and values.
+    # On a GPU the room for samples is allocated at once; the keys from the prefill, for GPT-2 a
+    # view of queries, keys and values, are still held.
     on_gpu = replace(run, on_gpu=True)
     more = 4 * LAYERS * 3 * WIDTH * num_prompts * 40
     assert memory.cache_bytes(on_gpu, num_prompts, num_samples) == by_hand + more
@@ -394,10 +394,10 @@ def test_a_save_holds_a_copy_of_the_state_beside_the_step(shapes: Path):
     state = 12 * NUMBERS  # parameters and two moments
     without = replace(run_of(shapes), process_bytes=0)
     assert "save" not in {m.name for m in memory.moments(without)}
-    beside = max(m.total for m in memory.moments(without) if m.name != "export")
+    step_bytes = max(m.total for m in memory.moments(without) if m.name != "export")
     saving = parts(replace(run_of(shapes, save_steps=5), process_bytes=0), 1, "save")
     assert saving["checkpoint"] == state
-    assert sum(saving.values()) == beside + state
+    assert sum(saving.values()) == step_bytes + state
     at_once = run_of(shapes, save_steps=5, async_save=False)
     at_once = parts(replace(at_once, process_bytes=0), 1, "save")
     assert at_once["checkpoint"] == 0  # written from where it is
@@ -417,10 +417,10 @@ def test_adapters_are_saved_alone_and_an_updated_reference_too(shapes: Path):
 
 def test_dpo_saves_when_what_scored_ahead_is_gone(shapes: Path):
     flags = ROLLOUTS | {"generation_batch_size": 4096, "batch_size": 64, "micro_batch_tokens": 64}
-    found = {m.name: m for m in memory.moments(run_of(shapes, **flags, save_steps=1))}
-    assert found["rollout"].total > found["loss"].total  # so that the claim says something
-    assert "cache" not in found["save"].columns
-    assert found["save"].columns["optimiser"] == 8 * NUMBERS
+    moments = {m.name: m for m in memory.moments(run_of(shapes, **flags, save_steps=1))}
+    assert moments["rollout"].total > moments["loss"].total  # so that the claim says something
+    assert "cache" not in moments["save"].columns
+    assert moments["save"].columns["optimiser"] == 8 * NUMBERS
 
 
 def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
@@ -468,7 +468,7 @@ def test_operations_of_a_step(shapes: Path):
 def planned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[list[str]], str]:
-    """What the command prints for these arguments."""
+    """Run the command with some arguments; its output."""
 
     def run(arguments: list[str]) -> str:
         monkeypatch.setattr(sys, "argv", ["experiments.plan", *arguments])
