@@ -1,8 +1,8 @@
 """What a run records is the exact global mean, under a defined name, and survives a restart.
 
 Every name that a stage or the evaluation writes is in the table of `docs/metrics.md`. A phase is
-the seconds of a step, however often it is entered; on a GPU, which these tests replace by one with
-a clock of its own, it is timed by the device and the loop never waits. A profile is whole files or
+the seconds of a step, however often it is entered; on a GPU, here replaced by a device with a
+separate clock, it is timed by the device and the loop never waits. A profile is whole files or
 none, and off it costs and writes nothing.
 """
 
@@ -151,10 +151,10 @@ def table() -> dict[str, list[str]]:
     }
 
 
-def names_of(part: str) -> set[str]:
-    """What the glossary has of `results.json`: names of a system, or of a part like win_rates."""
-    found = [name.removeprefix("results: ").strip("`") for name in table() if "results: " in name]
-    return {name.removeprefix(part) for name in found if name.rpartition(".")[0] + "." == part}
+def names_of(prefix: str) -> set[str]:
+    """Names that the glossary has below `prefix`, like "win_rates.", in `results.json`."""
+    names = [name.removeprefix("results: ").strip("`") for name in table() if "results: " in name]
+    return {name.removeprefix(prefix) for name in names if name.rpartition(".")[0] + "." == prefix}
 
 
 def test_every_metric_has_a_row_with_unit_formula_and_a_sentence() -> None:
@@ -202,9 +202,9 @@ def test_what_evaluation_writes_of_a_system_is_in_the_table(
         "win_rates": results["win_rates"][0],
         "comparison.differences": results["comparison"]["differences"][0],
     }
-    for part, values in compared.items():
-        own = {name for name in values if not name.startswith("num_")} - ENDS
-        assert own == names_of(f"{part}."), part
+    for section, values in compared.items():
+        names = {name for name in values if not name.startswith("num_")} - ENDS
+        assert names == names_of(f"{section}."), section
     for name in ("report.html", "report.md", "plots/reward.png"):
         assert (tmp_path / "eval" / name).is_file()
 
@@ -367,8 +367,8 @@ def test_a_console_line_has_the_glossary_s_names_and_every_reward_function(
     run.log(3, {"tokens_per_second": 120.0, "reward/gold": 0.5, "reward": 2.0, "reward/a": 3.0})
     run.log(3, {"eval_reward/gold": 0.5, "eval_reward_low/gold": 0.25, "eval_reward": 2.0})
     run.close()
-    found = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert found == [
+    lines = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
         "reward_shift -1.5",
         "reward 2, reward/a 3, reward/gold 0.5, tokens_per_second 120",
         "eval_reward 2, eval_reward/gold 0.5",
@@ -711,7 +711,7 @@ def trace_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def counts(folder: Path) -> dict[str, int]:
-    """How often each label of the host is in the trace."""
+    """Number of times that each label of the host is in the trace."""
     names = [e["name"] for e in trace_events(folder) if e.get("cat") == "user_annotation"]
     return {name: names.count(name) for name in PHASES if name in names}
 
@@ -771,11 +771,11 @@ def test_a_run_with_fewer_steps_records_those_it_has(
     assert len(cosines) == recorded - (total_steps - start_step == 1)
 
 
-@pytest.mark.parametrize("why", ["off", "other rank", "no steps left"])
-def test_off_nothing_is_started(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "is_rank0", lambda: why != "other rank")
-    order: Any = SimpleNamespace(total_steps=lambda _: 0 if why == "no steps left" else 5)
-    flags = [] if why == "off" else ["--profile_steps", "3"]
+@pytest.mark.parametrize("case", ["off", "other rank", "no steps left"])
+def test_off_nothing_is_started(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "is_rank0", lambda: case != "other rank")
+    order: Any = SimpleNamespace(total_steps=lambda _: 0 if case == "no steps left" else 5)
+    flags = [] if case == "off" else ["--profile_steps", "3"]
     monkeypatch.setattr(export, "settings_of", lambda *_: {})
     module: Any = torch.nn.Linear(2, 2)
     module.lm = module
@@ -796,5 +796,5 @@ def test_a_failed_write_leaves_the_old_file(
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
     with pytest.raises(OSError, match="disk full"):
         train(tmp_path, 2)
-    found = [(path.name, path.read_text()) for path in (tmp_path / "profile").iterdir()]
-    assert found == [("trace.json", "old")]
+    files = [(path.name, path.read_text()) for path in (tmp_path / "profile").iterdir()]
+    assert files == [("trace.json", "old")]
