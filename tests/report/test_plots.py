@@ -241,11 +241,11 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     run_dir = record(tmp_path / "the run", lines)
     plot_run(run_dir)
     results.dataset = "/home/someone/data/pairs"
-    made = {"SFT": " One <|endoftext|>\nline", "GRPO": ""}
-    systems = {name: Generation(text, 9, True) for name, text in made.items()}
-    own = Generation(" The facts.", 3, True)
+    texts = {"SFT": " One <|endoftext|>\nline", "GRPO": ""}
+    systems = {name: Generation(text, 9, True) for name, text in texts.items()}
+    reference = Generation(" The facts.", 3, True)
     (tmp_path / "eval").mkdir()
-    made_records = [PromptRecord(0, "A post.\n\nTL;DR:", own, systems)]
+    made_records = [PromptRecord(0, "A post.\n\nTL;DR:", reference, systems)]
     records.write_records(records.PairScores([]), made_records, tmp_path / "eval")
     results.systems[0]["path"] = str(run_dir / "checkpoints" / "step_00000050" / "model")
     results.systems[1]["path"] = str(tmp_path / "none/model")
@@ -331,10 +331,10 @@ def test_the_terminal_shows_the_systems_and_what_they_show_and_details_if_asked(
     systems = [{"name": name, "accuracy": {"accuracy": value}} for name, value in compared]
     results.comparison = {"systems": systems, "differences": []}
     text = evaluation_report.terminal_text(results, verbose=False)
-    table, said = text.split("\n\n")
+    table, sentences = text.split("\n\n")
     cells = systems_table(results).rows
     assert [line.split() for line in table.splitlines()[3:]] == [" ".join(c).split() for c in cells]
-    assert said.splitlines() == [
+    assert sentences.splitlines() == [
         "Held-out, 200 preference pairs; intervals are 95%.",
         "Accuracy is highest for Reward model, 81.2% "
         "(best baseline: longer wins and shorter wins, 60.0%). "

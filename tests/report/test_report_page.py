@@ -134,15 +134,14 @@ def test_markdown_lets_no_html_through(tmp_path: Path) -> None:
 
 
 def in_page(*blocks: Any) -> str:
-    """What a page shows of some blocks, in one line."""
+    """A page's HTML of some blocks, in one line."""
     (inside,) = re.findall(r"<main>(.*)</main>", html_page("T", {}, blocks), flags=re.DOTALL)
     return " ".join(re.sub(r">\s*\n\s*<", "><", inside).split())
 
 
 def test_only_safe_links_and_the_small_markdown() -> None:
     def shown(text: str) -> str:
-        found = in_page(Table([], [], text))
-        return found.split('<p class="caption">')[1].removesuffix("</p>")
+        return in_page(Table([], [], text)).split('<p class="caption">')[1].removesuffix("</p>")
 
     assert shown("`a<b` **bold** *em* 2 * 3 * 4 a_b_c &lt; ![x](y.png)\n# no heading") == (
         "<code>a&lt;b</code> <strong>bold</strong> <em>em</em> 2 * 3 * 4 a_b_c &amp;lt; "
@@ -246,7 +245,7 @@ window.addEventListener("load", () => {{
 
 
 def in_chromium(folder: Path, width: int, *, dark: bool) -> tuple[dict[str, Any], list[str]]:
-    """What was found in `report.html` at a width in pixels, and the lines of the console."""
+    """Measurements of `report.html` at a width in pixels, and the lines of the console."""
     around = folder / "around.html"
     around.write_text(AROUND.format(width=width))
     command = [
@@ -257,10 +256,10 @@ def in_chromium(folder: Path, width: int, *, dark: bool) -> tuple[dict[str, Any]
         around.as_uri(),
     ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    found = re.search(r"<title>RESULT(.*?)END</title>", run.stdout)
-    assert found, run.stdout[:500] + run.stderr[-2000:]
+    result = re.search(r"<title>RESULT(.*?)END</title>", run.stdout)
+    assert result, run.stdout[:500] + run.stderr[-2000:]
     console = [line for line in run.stderr.splitlines() if "CONSOLE" in line]
-    return json.loads(Reader(found.group(1)).text), console
+    return json.loads(Reader(result.group(1)).text), console
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed here")
