@@ -2,8 +2,8 @@
 
 A `SimTensor` holds its data on the CPU and reports `sim:0`. It refuses to meet the CPU's tensors
 where CUDA would. Counted are what would make a GPU's host wait, by the line that asks for it, and
-what would launch a kernel, by operator; apart for each micro-batch, update and so on. Numbers are
-those of the CPU. Processes are one: FSDP's units have the only shard, and gather it.
+what would launch a kernel, by operator; separately for each phase: a micro-batch, an update, a
+step. Numbers are those of the CPU. Processes are one: FSDP's units gather the only shard.
 """
 
 import contextlib
@@ -50,15 +50,15 @@ ELSEWHERE = {torch.ops.aten.bmm.dtype: lambda a, b, dtype: torch.bmm(a.to(dtype)
 
 @dataclass
 class Counts:
-    """What was counted in a part of a run."""
+    """Counts of a phase of a run."""
 
     waits: "Counter[str]" = field(default_factory=Counter)  # by the line that asks for them
     kernels: "Counter[str]" = field(default_factory=Counter)  # by operator; a replay is one
     captures: int = 0  # of graphs
 
 
-parts: dict[str, list[Counts]] = {}  # that ended, by what they are
-inside = [Counts()]  # parts that one is inside of, the innermost last
+phases: dict[str, list[Counts]] = {}  # that ended, by their kind
+inside = [Counts()]  # phases that have begun, the innermost last
 recording: "list[Graph]" = []  # the graph that is captured, if any
 
 
@@ -69,7 +69,7 @@ class SimTensor(Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor) -> "SimTensor":
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             data.size(),
             strides=data.stride(),
@@ -77,8 +77,8 @@ class SimTensor(Tensor):
             dtype=data.dtype,
             device=torch.device("sim", 0),
         )
-        made.data_here = data
-        return made
+        tensor.data_here = data
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,11 +114,11 @@ class Operators(TorchDispatchMode):
             if recording:
                 raise RuntimeError(f"a wait for the device in a capture, at {line_of_ours()}")
             inside[-1].waits[line_of_ours()] += 1
-        found = (recording[-1].record if recording else run_on_data)(function, args, kwargs)
+        outputs = (recording[-1].record if recording else run_on_data)(function, args, kwargs)
         if name == "_to_copy" and goal == "cpu":
-            return found
-        known = {id(tensor.data_here): tensor for tensor in there} | {id(t): t for t in here}
-        return tree_map(lambda value: moved(value, known), found)
+            return outputs
+        tensors = {id(tensor.data_here): tensor for tensor in there} | {id(t): t for t in here}
+        return tree_map(lambda value: moved(value, tensors), outputs)
 
 
 def run_on_data(function: Any, args: Any, kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def run_on_data(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Functions(TorchFunctionMode):
-    """What reaches no operator, or other ones than on a GPU."""
+    """Calls that reach no operator, or other ones than on a GPU."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -189,22 +189,22 @@ def data_of(value: Any) -> Any:
     return value.data_here if isinstance(value, SimTensor) else value
 
 
-def moved(value: Any, known: dict[int, Tensor]) -> Any:
+def moved(value: Any, tensors: dict[int, Tensor]) -> Any:
     """A result as a tensor there: what was changed in place is the argument itself."""
     if not isinstance(value, Tensor) or isinstance(value, SimTensor):
         return value
-    return known[id(value)] if id(value) in known else SimTensor(value)
+    return tensors[id(value)] if id(value) in tensors else SimTensor(value)
 
 
 def launches(function: Any) -> bool:
     """Whether an operator computes something on the device, and is no view."""
-    known = [value.alias_info for value in function._schema.returns]
-    is_view = any(alias is not None and not alias.is_write for alias in known)
+    aliases = [value.alias_info for value in function._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
     return not is_view and function.overloadpacket.__name__ not in ALLOCATES | WAITS
 
 
 def host_waits(name: str, args: Any, kwargs: Any, *, crosses: bool) -> bool:
-    """Whether an operator makes the host wait; a copy that `crosses` does unless told not to."""
+    """Whether an operator makes the host wait, as a copy that `crosses` and may block."""
     sized = name == "repeat_interleave" and kwargs.get("output_size") is None
     chosen = name in INDEXING and any(
         isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
@@ -318,37 +318,37 @@ def capture(graph: Graph, pool: Any, capture_error_mode: str) -> Iterator[None]:
         recording.pop().end_capture()
 
 
-# ---- parts of a run ------------------------------------------------------------------------------
+# ---- phases of a run -----------------------------------------------------------------------------
 
 
 @contextmanager
-def part(kind: str) -> Iterator[Counts]:
-    """Count what happens inside, but for other parts in it, apart from the rest."""
+def phase(kind: str) -> Iterator[Counts]:
+    """Count what happens inside, without the phases inside it."""
     inside.append(Counts())
     try:
         yield inside[-1]
     finally:
-        parts.setdefault(kind, []).append(inside.pop())
+        phases.setdefault(kind, []).append(inside.pop())
 
 
 def a_call(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, each of whose calls is a part."""
+    """The function, each of whose calls is a phase."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        with part(kind):
+        with phase(kind):
             return function(*args, **kwargs)
 
     return called
 
 
 def a_round(kind: str, values: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """The iterator, of which a part is what makes a value and what is done with it."""
+    """The iterator, of which a phase makes a value and uses it."""
 
     def iterated(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        given, end = values(*args, **kwargs), object()
+        iterator, end = values(*args, **kwargs), object()
         while True:
-            with part(kind):
-                value = next(given, end)
+            with phase(kind):
+                value = next(iterator, end)
                 if value is end:
                     return
                 yield value
@@ -384,7 +384,7 @@ def on_sim() -> Iterator[None]:
 
 
 def move_early(parameters: Sequence[Tensor], buffers: Sequence[Tensor], device: Any) -> None:
-    """What FSDP does before it shards, by exchanging objects: data of another type is refused."""
+    """Move tensors as FSDP does before it shards, by exchanging objects: it refuses other data."""
     for tensor in (*parameters, *buffers):
         if tensor.device.type == "cpu":
             there = tensor.detach().to(device)
@@ -419,13 +419,13 @@ def set_up() -> None:
 def decode_simulated(
     layout: str, depths: Sequence[int], lengths: Sequence[int], *, replays: bool = False
 ) -> list[dict[str, Any]]:
-    """What is counted where completions of some lengths are drawn, none of which stops.
+    """Counts of drawing completions of some lengths, none of which stops.
 
     Two prompts of different lengths get two samples each, from tiny GPT-2 of some depths; with
     `replays` for the second time, so that graphs are there.
     """
     set_up()
-    found = []
+    records = []
     for depth in depths:
         lm = tiny.causal_lm("gpt2", n_layer=depth, is_plain=True)
         with on_sim(), torch.no_grad():
@@ -435,10 +435,10 @@ def decode_simulated(
                 settings = decode.Settings([-1], pad_id=0, layout=layout, graphs=kept)
                 uniforms = torch.rand(4, length, 2, dtype=torch.float64)
                 for _ in range(1 + replays):
-                    with part("decode") as counts:
+                    with phase("decode") as counts:
                         decode.decode(lm, [[5, 6, 7], [8, 9]], uniforms, settings)
-                found.append(vars(counts))
-    return found
+                records.append(vars(counts))
+    return records
 
 
 def rollouts_simulated(
@@ -468,12 +468,12 @@ def rollouts_simulated(
             drawing = sampler.Sampler(policy, tiny.vocabulary(stop_ids), config)
             examples = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 9)])
             for step in range(3):
-                parts.clear()
+                phases.clear()
                 rollouts = drawing.sample(examples, num_samples=3, step=step)
                 with torch.no_grad():
                     for parameter in policy.parameters():
                         local(parameter).mul_(1.05)
-                counts = parts["decode"]
+                counts = phases["decode"]
                 by_variant[-1].append(
                     {
                         "drawn": [rollouts.ids.tolist(), rollouts.token_logps.tolist()],

@@ -86,21 +86,21 @@ MOVES: dict[str, dict[str, Any]] = {"sft": {}, "grpo": VARIANTS["grpo exact"]}
 
 
 class MicroBatch(NamedTuple):
-    """What one costs at most, forward and backward."""
+    """The largest cost of one, forward and backward."""
 
     per_block: int  # kernels
-    beside: int  # kernels beside the model's two blocks: the first and the last, head and loss
+    outside: int  # kernels outside the model's two blocks: the first and the last, head and loss
     masked: int  # attention calls that are given a mask, backward too
     waits: int  # of the host
 
 
 class Token(NamedTuple):
-    """What drawing one more token of all completions costs at most."""
+    """The largest cost of drawing one more token of all completions."""
 
     per_block: int  # kernels
-    beside: int  # kernels
+    outside: int  # kernels
     waits: float  # of the host
-    waits_per_call: int  # of `decode`, beside those of its tokens
+    waits_per_call: int  # of `decode`, without those of its tokens
 
 
 MICRO_BATCHES = {
@@ -130,13 +130,13 @@ MORE_WAITS = {("grpo", "step"): 1, ("grpo lora", "step"): 1}
 
 
 def run_all(jobs: Sequence[dict[str, Any]], *, simulated: bool) -> list[dict[str, Any]]:
-    """Run stages and evaluations: the counts of each job's parts, and what a spoilt one says."""
+    """Run stages and evaluations: the counts of each job's phases, and a spoilt one's message."""
     if simulated:
         sim_device.set_up()
-    found = []
+    records = []
     for job in jobs:
-        sim_device.parts.clear()
-        said = ""
+        sim_device.phases.clear()
+        message = ""
         shard = tiny.shard_with_fsdp if "sharded" in job["name"] else fsdp.shard
         with (
             sim_device.on_sim() if simulated else contextlib.nullcontext(),
@@ -146,12 +146,12 @@ def run_all(jobs: Sequence[dict[str, Any]], *, simulated: bool) -> list[dict[str
                 with mock.patch.object(evaluation_report, "write_report"):  # pictures
                     evaluate.main(parse(evaluate.EvaluateConfig, arguments(job["flags"])))
             elif "bad" in job["name"]:
-                said = sentence_of(job)
+                message = sentence_of(job)
             else:
                 run_stages([job])
-        parts = {kind: [vars(part) for part in all_of] for kind, all_of in sim_device.parts.items()}
-        found.append({"said": said, "parts": parts})
-    return found
+        phases = {kind: [*map(vars, counts)] for kind, counts in sim_device.phases.items()}
+        records.append({"message": message, "phases": phases})
+    return records
 
 
 def sentence_of(job: dict[str, Any]) -> str:
@@ -174,7 +174,7 @@ def sentence_of(job: dict[str, Any]) -> str:
 def runs(
     tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
 ) -> tuple[Path, dict[tuple[str, str], dict[str, Any]]]:
-    """The folder of all runs, `cpu/` and `sim/`, and what `run_all` found in each.
+    """The folder of all runs, `cpu/` and `sim/`, and the record of `run_all` of each.
 
     Those in `deeper/` have a block more, and a step less.
     """
@@ -202,8 +202,8 @@ def runs(
             saved = layout.folder_of(folder / device / f"{stage} whole", SAVED)
             flags |= {"resume_from_checkpoint": str(saved)}
             jobs.append(job(device, f"{stage} resumed", flags))
-        known = {f.name for f in fields(evaluate.EvaluateConfig)}
-        flags = {name: value for name, value in COMMON.items() if name in known}
+        names = {f.name for f in fields(evaluate.EvaluateConfig)}
+        flags = {name: value for name, value in COMMON.items() if name in names}
         flags |= {"policies": [trained], "reward_models": [judge], "num_prompts": 4}
         return [*jobs, job(device, "evaluate", flags | {"reward_funcs": ["gold"]})]
 
@@ -212,28 +212,28 @@ def runs(
     for name in MICRO_BATCHES:
         start = deeper if name.startswith("sft") else folder / "deeper" / "sft" / "model"
         simulated.append(job("deeper", name, COMMON | VARIANTS[name] | short, start))
-    seen = {}
+    by_run = {}
     for jobs in (on("cpu"), simulated):
         is_simulated = jobs is simulated
-        (found,) = launch(run_all, 1, folder, timeout=900, jobs=jobs, simulated=is_simulated)
-        seen |= {(j["device"], j["name"]): one for j, one in zip(jobs, found, strict=True)}
-    return folder, seen
+        (records,) = launch(run_all, 1, folder, timeout=900, jobs=jobs, simulated=is_simulated)
+        by_run |= {(j["device"], j["name"]): r for j, r in zip(jobs, records, strict=True)}
+    return folder, by_run
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_device_computes_what_the_cpu_does(runs: Any, name: str) -> None:
     lines, expected = (untimed_lines(runs[0] / device / name) for device in ("sim", "cpu"))
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
-    for line, own in zip(lines, expected, strict=True):
-        for metric in {"loss", "grad_norm", "eval_loss", "reward"} & own.keys():
-            rel = 2**-8 if "bf16" in VARIANTS[name] else 1e-4  # of bfloat16 neighbours: a rounding
-            assert line[metric] == pytest.approx(own[metric], rel=rel, abs=1e-6), metric
+    rel = 2**-8 if "bf16" in VARIANTS[name] else 1e-4  # of bfloat16 neighbours: a rounding
+    for line, target in zip(lines, expected, strict=True):
+        for metric in {"loss", "grad_norm", "eval_loss", "reward"} & target.keys():
+            assert line[metric] == pytest.approx(target[metric], rel=rel, abs=1e-6), metric
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
 def test_without_fsdp_a_run_has_the_same_bits(runs: Any, stage: str, device: str) -> None:
-    plain, sharded = (runs[0] / device / f"{stage} {how}" for how in ("bf16", "sharded"))
+    plain, sharded = (runs[0] / device / f"{stage} {kind}" for kind in ("bf16", "sharded"))
     assert untimed_lines(plain) == untimed_lines(sharded)
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (plain, sharded)]
     assert weights[0] == weights[1]
@@ -241,38 +241,31 @@ def test_without_fsdp_a_run_has_the_same_bits(runs: Any, stage: str, device: str
 
 @pytest.mark.parametrize("name", MICRO_BATCHES)
 def test_a_micro_batch_costs_no_more_than_this(runs: Any, name: str) -> None:
-    costs, deeper = (most(runs[1][key, name]["parts"]["micro-batch"]) for key in ("sim", "deeper"))
+    costs, deeper = (most(runs[1][key, name]["phases"]["micro-batch"]) for key in ("sim", "deeper"))
     per_block = deeper["kernels"] - costs["kernels"]
-    beside = costs["kernels"] - 2 * per_block
-    cost = MicroBatch(per_block, beside, costs["masked"], costs["waits"])
-    over = above(cost, MICRO_BATCHES[name])
-    assert not over, over
+    outside = costs["kernels"] - 2 * per_block
+    check(MicroBatch(per_block, outside, costs["masked"], costs["waits"]), MICRO_BATCHES[name])
 
 
 @pytest.mark.parametrize("kind", WAITS)
 @pytest.mark.parametrize("name", MICRO_BATCHES)
 def test_the_host_waits_no_more_often_than_this(runs: Any, name: str, kind: str) -> None:
-    parts = runs[1]["sim", name]["parts"].get(kind, [])
+    phases = runs[1]["sim", name]["phases"].get(kind, [])
     if kind == "step":
-        parts = parts[-2:]  # the last one, which checks nothing, and what is behind it
+        phases = phases[-2:]  # the last one, which checks nothing, and the end of the loop
     allowed = WAITS[kind] + MORE_WAITS.get((name, kind), 0)
-    assert [part["waits"] for part in parts if sum(part["waits"].values()) > allowed] == []
+    assert [phase["waits"] for phase in phases if sum(phase["waits"].values()) > allowed] == []
 
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_token_costs_no_more_than_this(tmp_path: Path, name: str) -> None:
     kind = {"layout": name.split()[0], "replays": " " in name}
-    (found,) = launch(decode_simulated, 1, tmp_path, **kind, depths=(2, 3), lengths=(4, 20))
-    short, long, short_deeper, long_deeper = (most([one]) for one in found)
-
-    def per_token(what: str, before: dict[str, int], after: dict[str, int]) -> float:
-        return (after[what] - before[what]) / (20 - 4)
-
-    kernels, waits = (per_token(what, short, long) for what in ("kernels", "waits"))
-    per_block = per_token("kernels", short_deeper, long_deeper) - kernels
+    (counts,) = launch(decode_simulated, 1, tmp_path, **kind, depths=(2, 3), lengths=(4, 20))
+    short, long, short_deeper, long_deeper = (most([one]) for one in counts)
+    kernels, waits = ((long[key] - short[key]) / (20 - 4) for key in ("kernels", "waits"))
+    per_block = (long_deeper["kernels"] - short_deeper["kernels"]) / (20 - 4) - kernels
     cost = Token(per_block, kernels - 2 * per_block, waits, short["waits"] - 4 * waits)
-    over = above(cost, TOKENS[name])
-    assert not over, over
+    check(cost, TOKENS[name])
 
 
 class Dispatches(TorchDispatchMode):
@@ -345,17 +338,18 @@ def test_graphs_are_dropped_with_their_memory(tmp_path: Path) -> None:
         launch(rollouts_simulated, 1, tmp_path, variants=variants[:1], fills_copy=False)
 
 
-def most(parts: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """The most kernels, attention calls with a mask, and waits of any part."""
-    masked = [[n for name, n in part["kernels"].items() if "with a mask" in name] for part in parts]
-    found = {what: max(sum(part[what].values()) for part in parts) for what in ("kernels", "waits")}
-    return found | {"masked": max(map(sum, masked))}
+def most(phases: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """The most kernels, attention calls with a mask, and waits of any phase."""
+    masked = [[n for name, n in p["kernels"].items() if "with a mask" in name] for p in phases]
+    totals = {key: max(sum(p[key].values()) for p in phases) for key in ("kernels", "waits")}
+    return totals | {"masked": max(map(sum, masked))}
 
 
-def above(found: Any, allowed: Any) -> dict[str, tuple[float, int]]:
-    """The costs that are higher than is allowed, and what is."""
-    costs = zip(found._fields, found, allowed, strict=True)
-    return {name: (cost, most) for name, cost, most in costs if cost > most}
+def check(costs: Any, allowed: Any) -> None:
+    """Check that no cost is higher than is allowed."""
+    named = zip(costs._fields, costs, allowed, strict=True)
+    over = {name: (cost, limit) for name, cost, limit in named if cost > limit}
+    assert not over, over
 
 
 @pytest.mark.parametrize("stage", MOVES)
@@ -363,7 +357,7 @@ def test_a_bad_step_names_its_rows(runs: Any, stage: str) -> None:
     on_cpu, there = (
         re.search(
             r"the loss of 1 ranks .* those of \d+ rows, [^.]+\.",
-            runs[1][device, f"{stage} bad"]["said"],
+            runs[1][device, f"{stage} bad"]["message"],
         )
         for device in ("cpu", "sim")
     )
@@ -390,9 +384,9 @@ def test_an_evaluation_finds_the_same(runs: Any) -> None:
     )
     assert [system["name"] for system in there["systems"]] == ["sft", "reward"]
     for key in ("systems", "win_rates", "comparison"):
-        found, expected = (dict(numbers(results[key])) for results in (there, on_cpu))
-        assert len(found) > 1
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        values, expected = (dict(numbers(results[key])) for results in (there, on_cpu))
+        assert len(values) > 1
+        assert values == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:

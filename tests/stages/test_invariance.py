@@ -130,7 +130,7 @@ class Runs:
     seen: dict[tuple[str, str], list[dict[str, Any]]]  # (variant, task) -> one per rank
 
     def lines(self, variant: str, task: str) -> list[dict[str, Any]]:
-        """What the run recorded."""
+        """Lines of the run's metrics."""
         return read_jsonl(self.folder / variant / task / "metrics.jsonl")
 
     def series(self, variant: str, task: str, metric: str, num_steps: int) -> torch.Tensor:
@@ -363,8 +363,8 @@ def test_draw_in_two_steps_leaves_less_room_to_rounding() -> None:
     other = (logps + 1e-3 * torch.randn(1, 4096, generator=generator)).log_softmax(-1)
     uniforms = noise.uniform(0, torch.arange(4000)[:, None], torch.arange(2))  # (4000, 2)
 
-    def num_changed(way: Callable[..., torch.Tensor], numbers: torch.Tensor) -> int:
-        drawn = [way(values.expand(len(numbers), -1), numbers) for values in (logps, other)]
+    def num_changed(draw: Callable[..., torch.Tensor], numbers: torch.Tensor) -> int:
+        drawn = [draw(values.expand(len(numbers), -1), numbers) for values in (logps, other)]
         return int((drawn[0] != drawn[1]).sum())
 
     at_once = num_changed(inverse_cdf, uniforms[:, 0])

@@ -128,7 +128,7 @@ class TwoHosts:
 
 
 def ip(*arguments: str) -> str:
-    """What `ip` prints; an OSError if it fails."""
+    """Output of `ip`; an OSError if it fails."""
     result = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise OSError(f"`ip {' '.join(arguments)}` fails: {result.stderr.strip()}")

@@ -127,18 +127,18 @@ FOUND_IN_WEIGHTS = ("only_bin", "partial")
 
 
 @pytest.mark.parametrize(
-    ("stage", "flags", "parts"),
+    ("stage", "flags", "phrases"),
     MISTAKES,
     ids=[" ".join([s, *(f"{k}={v}" for k, v in flags.items())]) for s, flags, _ in MISTAKES],
 )
 def test_a_mistake_ends_in_one_sentence_before_weights_are_read(
-    stage, flags, parts, refusals, monkeypatch
+    stage, flags, phrases, refusals, monkeypatch
 ):
     if flags.get("model_name_or_path") not in FOUND_IN_WEIGHTS:
         monkeypatch.setattr(load, "load", lambda *_, **__: pytest.fail("weights were loaded"))
     message = refusals.sentence(stage, arguments(stage, flags))
-    for part in parts:
-        assert part in message
+    for phrase in phrases:
+        assert phrase in message
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_script_prints_the_sentence_alone_and_exits_with_2(folder):
     flags = {"model_name_or_path": "no/body"}
     result = run_script([str(ROOT / "train_sft.py"), *arguments("train_sft", flags)])
     assert result.returncode == 2
-    (line,) = result.stderr.splitlines()  # nor does a library say that it tries again
+    (line,) = result.stderr.splitlines()  # no library logs a second try
     assert line.startswith("error: no tokenizer could be loaded from 'no/body': ")
     tiny.check_sentence(line)
     assert not Path("run").exists()
@@ -348,7 +348,7 @@ def test_two_processes_print_the_sentence_once(folder):
     words = [str(ROOT / "train_sft.py"), *arguments("train_sft", {"dataset_name": "no/body"})]
     result = run_script([*torchrun, *words])
     assert result.returncode != 0
-    assert result.stderr.startswith("error: ")  # nor does a library say that it tries again
+    assert result.stderr.startswith("error: ")  # no library logs a second try
     check_said_once(result.stderr, "dataset_name 'no/body' (split 'train') is no local ")
 
 

@@ -25,13 +25,13 @@ OWN = [(stage, f) for stage, f in OWN if f.name not in SHARED]
 
 
 def values_of(stage: str, name: str) -> list[Any]:
-    """What a field is set to in the variants of a stage, the items of lists one by one."""
-    found = []
+    """Values of a field in the variants of a stage, the items of lists one by one."""
+    values = []
     for flags in VARIANTS[stage]:
         value = (OF_STAGE[stage] | flags).get(name)
         if value is not None:
-            found += value if isinstance(value, list) else [value]
-    return found
+            values += value if isinstance(value, list) else [value]
+    return values
 
 
 @pytest.mark.parametrize(("stage", "field"), OWN, ids=lambda value: getattr(value, "name", value))
@@ -69,12 +69,12 @@ def test_two_runs_are_compared_by_hand():
     flipped["step 3, row 0"] = [[1], [1]]  # filler that only the other run has
     del flipped["step 12, row 0"]  # of a prompt that it lost all completions differ
     other = new_run([1.01, -0.6, 1e-4], [3.0, 4.5], flipped, heard=2)
-    found = compare(one, other)
-    assert found.loss == pytest.approx(0.2)  # the third: 1e-4 against 0.01, not against 1e-9
-    assert found.grad_norm == 0
-    assert found.weights == pytest.approx(0.1)  # 0.5 of a norm of 5
-    assert (found.num_drawn, found.num_other, found.first_step) == (8, 4, 1)
-    assert found.loss_before == pytest.approx(0.01)  # of the first step only
+    comparison = compare(one, other)
+    assert comparison.loss == pytest.approx(0.2)  # the third: 1e-4 against 0.01, not against 1e-9
+    assert comparison.grad_norm == 0
+    assert comparison.weights == pytest.approx(0.1)  # 0.5 of a norm of 5
+    assert (comparison.num_drawn, comparison.num_other, comparison.first_step) == (8, 4, 1)
+    assert comparison.loss_before == pytest.approx(0.01)  # of the first step only
     line = row("name", 2, one, other)
     assert line.startswith("| name | 1, 2 | 2.0e-01 | 0.0e+00 | 1.0e-01 | 4 of 8, from step 2")
     assert line.endswith("(before: 1.0e-02) | 2 |")
