@@ -96,7 +96,7 @@ CASES = (
 
 @dataclass
 class Tally:
-    """What happened to the runs of a case."""
+    """Counts of events in the runs of a case."""
 
     kills: int = 0
     stops: int = 0  # by SIGTERM
@@ -202,7 +202,7 @@ def newest_step(output_dir: Path) -> int:
 
 
 def differences(whole: Path, other: Path) -> list[str]:
-    """What differs between a run that was left alone and one that was killed."""
+    """Differences between a run that was never killed and one that was."""
     names = [path.relative_to(whole) for path in sorted(whole.rglob("*.safetensors"))]
     odd = [str(name) for name in names if not same_tensors(whole / name, other / name)]
     for name in ("samples.jsonl", "model/model.safetensors"):

@@ -159,9 +159,9 @@ class Refusals:
 
 def everything() -> dict[str, tuple[int, int]]:
     """Size and time of all that is in the working directory, but for locks, which mean nothing."""
-    found = {}
+    entries = {}
     for parent, folders, files in os.walk("."):
         for name in {*folders, *files} - {output_lock.NAME}:
             status = os.lstat(os.path.join(parent, name))
-            found[os.path.join(parent, name)] = (status.st_size, status.st_mtime_ns)
-    return found
+            entries[os.path.join(parent, name)] = (status.st_size, status.st_mtime_ns)
+    return entries

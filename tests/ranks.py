@@ -92,7 +92,7 @@ def launch(
     timeout: float = 300,
     **arguments: Any,
 ) -> list:
-    """What `function(**arguments)` returns on each of `num_ranks` CPU processes, by rank.
+    """Results of `function(**arguments)` on each of `num_ranks` CPU processes, by rank.
 
     Args:
         function: at the top of a module in tests/; its arguments and its result must fit in JSON.
@@ -173,7 +173,7 @@ def need_servers(number: int) -> None:
 
 
 def ending(status: str) -> str:
-    """How a rank ended: its exit status, or the name of the signal that killed it."""
+    """The end of a rank: its exit status, or the name of the signal that killed it."""
     if not status:
         return "its server, which printed no status"
     code = os.waitstatus_to_exitcode(int(status))
@@ -199,7 +199,7 @@ class Script:
         torchrun: options of torchrun; without any the script runs alone.
         network: a network namespace to run in.
         server: number of the server that forks; each hashes texts differently.
-        variables: of the environment, beside `environment`.
+        variables: of the environment, in addition to `environment`.
     """
 
     def __init__(
@@ -238,12 +238,12 @@ class Script:
 
     def processes(self) -> list[int]:
         """Those that print to its log, zombies aside: its ranks too."""
-        found = []
+        pids = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended
                 if os.readlink(path / "fd" / "1") == str(self.log.resolve()):
-                    found.append(int(path.name))
-        return found
+                    pids.append(int(path.name))
+        return pids
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -458,13 +458,13 @@ def watched() -> Iterator[dict[str, Any]]:
     record: dict[str, Any] = {"devices": [], "num_forwards": 0, "rollouts": {}}
     trained: list[nn.Module] = []
 
-    def note_forward(part: nn.Module, *_: Any) -> None:
+    def note_forward(module: nn.Module, *_: Any) -> None:
         record["num_forwards"] += torch.is_grad_enabled()
-        record["compute_dtypes"] = names(p.dtype for p in part.parameters())
+        record["compute_dtypes"] = names(p.dtype for p in module.parameters())
 
     def note_devices(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         record["devices"].append(sorted({p.device.type for p in module.parameters()}))
-        if any(p.requires_grad for p in module.parameters()):  # frozen models are beside it
+        if any(p.requires_grad for p in module.parameters()):  # not a frozen model
             # A part of a block: transformers 5.23 does not repeat the block's own hooks.
             next(fsdp.blocks(module)[0].children()).register_forward_pre_hook(note_forward)
             trained.append(module)

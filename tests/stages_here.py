@@ -8,7 +8,7 @@ from experiments.runs.stages import Stage
 
 
 def run_here(stage: Stage, num_processes: int = 1) -> None:
-    """What `stages.run` does, without a child and without pictures. Patches are not run."""
+    """Run a stage as `stages.run` does, without a child and pictures. Patches are not run."""
     assert stage.patch is None
     if stages.is_finished(stage):
         return

@@ -43,11 +43,11 @@ class StandIn:
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 with stand_in.lock:
-                    found = stand_in.answer(self.path.split("?")[0], json.loads(body or "{}"))
-                if found is None:
+                    reply = stand_in.answer(self.path.split("?")[0], json.loads(body or "{}"))
+                if reply is None:
                     self.close_connection = True
                     return
-                text = found if isinstance(found, bytes) else json.dumps(found).encode()
+                text = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
@@ -63,7 +63,7 @@ class StandIn:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, path: str, body: Any) -> Any:
-        """What a call is answered, None for nothing."""
+        """The answer to a call, None for nothing."""
         self.calls.append(body["method"] if path == "/collective_rpc" else path)
         usual: Any = b""
         if path == "/inference/v1/generate":

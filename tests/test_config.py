@@ -85,9 +85,9 @@ PARSED: list[tuple[str, list[str], str, Any]] = [  # recipe, command line, field
 
 @pytest.mark.parametrize(("recipe", "argv", "field", "expected"), PARSED)
 def test_a_value_has_the_type_of_its_field(recipe, argv, field, expected, tmp_path):
-    found = getattr(parse_text(recipe, tmp_path, *argv), field)
-    assert found == expected
-    assert type(found) is type(expected)
+    value = getattr(parse_text(recipe, tmp_path, *argv), field)
+    assert value == expected
+    assert type(value) is type(expected)
 
 
 @pytest.mark.parametrize("stage", STAGES)

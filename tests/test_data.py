@@ -467,12 +467,12 @@ def test_every_epoch_shows_every_row_once(num_rows, batch_size, seed):
 def test_a_run_gives_each_rank_its_own_order(tmp_path, monkeypatch):
     config = TrainConfig(output_dir=str(tmp_path), model_name_or_path="m", batch_size=4)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    parts = []
+    shares = []
     for rank in (0, 1):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        parts.append(BatchOrder.of_training(config, [1 + row % 5 for row in range(8)]).rows(0))
-    assert parts == [order.rows(0) for order in orders(8, 4, 2)]
-    assert not {*parts[0]} & {*parts[1]}
+        shares.append(BatchOrder.of_training(config, [1 + row % 5 for row in range(8)]).rows(0))
+    assert shares == [order.rows(0) for order in orders(8, 4, 2)]
+    assert not {*shares[0]} & {*shares[1]}
 
 
 def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():

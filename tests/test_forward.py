@@ -1,7 +1,7 @@
 """Claim: log-probabilities, entropies and rewards depend on a sequence's tokens and nothing else.
 
-Not on the side or amount of padding, nor on the rows beside it; GPT-2 without position ids is the
-control that shows what would happen. Targets: an unpadded forward pass of one row at a time over
+Neither padding, on any side, nor the other rows change them; GPT-2 without position ids is the
+control that shows such a change. Targets: an unpadded forward pass of one row at a time over
 all positions, enumeration of all completions of a small vocabulary, and transformers' own
 sequence classifiers.
 """
@@ -90,8 +90,8 @@ def test_gpt2_without_position_ids_is_wrong_under_left_padding():
     for side, is_wrong in (("left", True), ("right", False)):
         batch = tiny.batch_of(PROMPTS, COMPLETIONS, side=side)
         with torch.no_grad():
-            found = tiny.per_row(Policy(lm)(batch).token_logps, batch.completion_mask)
-        gap = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+            logps = tiny.per_row(Policy(lm)(batch).token_logps, batch.completion_mask)
+        gap = max(float((a - b).abs().max()) for a, b in zip(logps, expected, strict=True))
         assert (gap > 0.05) == is_wrong
 
 
@@ -126,7 +126,7 @@ def test_entropy_is_masked_and_carries_its_gradient(lm):
     scores = Policy(lm)(batch, temperature=0.8, with_entropy=True)
     assert (scores.entropy[~batch.completion_mask] == 0).all()
     (scores.entropy * 0.3).sum().backward()
-    found = {name: p.grad for name, p in lm.named_parameters()}
+    gradients = {name: p.grad for name, p in lm.named_parameters()}
     lm.zero_grad()
     expected = []
     for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
@@ -140,7 +140,7 @@ def test_entropy_is_masked_and_carries_its_gradient(lm):
     for name, parameter in lm.named_parameters():
         scale = float(parameter.grad.norm())
         assert scale > 0 or "k_proj.bias" in name, name  # a bias of all keys changes no softmax
-        error = float((found[name] - parameter.grad).norm())
+        error = float((gradients[name] - parameter.grad).norm())
         assert error <= tiny.gradient_rounding(lm) * max(scale, 1.0), name
     lm.zero_grad()
 

@@ -116,8 +116,8 @@ def test_gpu_gives_the_same_bits():
 
 
 def test_derived_seeds_separate_purposes_and_types():
-    parts = [(), ("a",), ("a", "b"), ("ab",), ("b", "a"), (1,), ("1",), (1, 2), (12,), ("1, 2",)]
-    seeds = [noise.derive_seed(seed, *part) for seed in (0, 1) for part in parts]
+    purposes = [(), ("a",), ("a", "b"), ("ab",), ("b", "a"), (1,), ("1",), (1, 2), (12,), ("1, 2",)]
+    seeds = [noise.derive_seed(seed, *purpose) for seed in (0, 1) for purpose in purposes]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     # It is the same in another process.

@@ -55,7 +55,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_step(monkeypatch: pytest.MonkeyPatch, ranks: list[Callable[[], list[Any]]]) -> list[Any]:
-    """What each rank's function returns if all of them hear of the largest number of packed."""
+    """Results of each rank's function if all ranks know the largest number of packs."""
     counts: list[int] = []
     for most in (None, counts):
         with monkeypatch.context() as patch:
@@ -89,11 +89,11 @@ def test_a_group_is_cut_into_as_few_equal_pieces_as_fit(config, prompt_length, l
     assert sizes[0] == 1 or all(fits([group], config) for group in groups)
     for fewer in range(1, len(groups)):  # none of which would do
         size = -(-len(lengths) // fewer)
-        parts = [
+        pieces = [
             piece_of(0, prompt_length, lengths[i : i + size], len(lengths[i : i + size]))
             for i in range(0, len(lengths), size)
         ]
-        assert not all(fits([part], config) for part in parts)
+        assert not all(fits([piece], config) for piece in pieces)
 
 
 def test_a_group_by_hand():
@@ -101,15 +101,15 @@ def test_a_group_by_hand():
     group = ([2] * 10, [[3] * 5] * 6, list(range(6)))
 
     def sizes(**limits: Any) -> list[int]:
-        return [len(part.slots) for part in cut_group(*group, tiny.train_config(**limits))]
+        return [len(piece.slots) for piece in cut_group(*group, tiny.train_config(**limits))]
 
     for layout, expected in (
         ("shared_prefix", [[6], [6], [6], [3, 3], [1] * 6, [1] * 6]),
         ("padded", [[6], [3, 3], [2] * 3, [2] * 3, [1] * 6, [1] * 6]),
     ):
         options = {"layout": layout, "micro_batch_size": 64}
-        for tokens, found in zip((90, 89, 40, 39, 15, 1), expected, strict=True):
-            assert sizes(micro_batch_tokens=tokens, **options) == found
+        for tokens, target in zip((90, 89, 40, 39, 15, 1), expected, strict=True):
+            assert sizes(micro_batch_tokens=tokens, **options) == target
     assert sizes(micro_batch_size=4) == [3, 3]
 
 
@@ -123,15 +123,15 @@ def test_a_group_by_hand():
 def test_packs_hold_every_place_once_within_the_limits(config, groups):
     groups = [piece_of(100 * i, *group) for i, group in enumerate(groups)]
     packed = pack_micro_batches(groups, config)
-    slots = sorted(slot for part in packed for group in part for slot in group.slots)
+    slots = sorted(slot for pack in packed for group in pack for slot in group.slots)
     assert slots == [slot for group in groups for slot in group.slots]
-    for part in packed:
-        assert part
-        assert len(part) == 1 or fits(part, config)
-    costs = [cost([group], config.layout) for part in packed for group in part]
+    for pack in packed:
+        assert pack
+        assert len(pack) == 1 or fits(pack, config)
+    costs = [cost([group], config.layout) for pack in packed for group in pack]
     assert costs == sorted(costs, reverse=True)  # neighbours are of like length
-    for part, following in zip(packed, packed[1:], strict=False):
-        assert not fits([*part, following[0]], config)  # a pack is full before the next begins
+    for pack, following in zip(packed, packed[1:], strict=False):
+        assert not fits([*pack, following[0]], config)  # a pack is full before the next begins
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -151,11 +151,11 @@ def test_every_rank_has_as_many_packs(monkeypatch, config, ranks, num_completion
     alone = [len(one(groups)()) for groups in ranks]
     assert {len(packed) for packed in all_packs} == {max(alone)}
     for packed, num_own in zip(all_packs, alone, strict=True):
-        for part in packed[num_own:]:
-            (filler,) = part
+        for pack in packed[num_own:]:
+            (filler,) = pack
             assert filler.slots == []
             assert len(filler.completions) == num_completions
-            batch = collate(part, config, 0)
+            batch = collate(pack, config, 0)
             assert not batch.is_real.any()
             assert batch.num_tokens == 0
             assert batch.input_ids.numel() <= 2 * num_completions
@@ -186,7 +186,7 @@ def test_pieces_of_other_sizes_may_share_a_batch(layout):
     for first, (prompt_length, length) in zip((0, 10), ((1, 9), (1, 7)), strict=True):
         group = piece_of(first, prompt_length, [length] * 10)
         groups += cut_group(group.prompt_ids, group.completions, group.slots, config)
-    batches = [collate(part, config, 0) for part in pack_micro_batches(groups, config)]
+    batches = [collate(pack, config, 0) for pack in pack_micro_batches(groups, config)]
     assert sorted(slot for batch in batches for slot in batch.slots.tolist()) == list(range(20))
     batch = collate([piece_of(0, 2, [3]), piece_of(1, 1, [2, 1])], config, 0)
     assert batch.slots.tolist() == [0, 1, 2]
@@ -250,12 +250,12 @@ def test_ragged_steps_have_few_shapes(num_prompts, num_completions):
             piece_of(100 * i, length(PROMPT_LENGTHS), lengths[i::num_prompts])
             for i in range(num_prompts)
         ]
-        for is_compiled, found in shapes.items():
+        for is_compiled, seen in shapes.items():
             config = tiny.train_config(compile=is_compiled, **limits)
             (packed,) = pack_micro_batches(groups, config)
             batch = collate(packed, config, 0)
             tensors = [*vars(batch).values(), *vars(batch.layout).values()]
-            found.add(tuple(getattr(x, "shape", x) for x in tensors if isinstance(x, int | Tensor)))
+            seen.add(tuple(getattr(x, "shape", x) for x in tensors if isinstance(x, int | Tensor)))
     assert len(shapes[False]) == 20
     assert len(shapes[True]) <= 5
 
@@ -268,8 +268,8 @@ def orders(lengths: list[int], batch_size: int, world_size: int, **fields: Any) 
     return [BatchOrder(lengths, batch_size, rank=r, **options) for r in range(world_size)]
 
 
-def real_rows(parts: list[list[int | None]]) -> list[int]:
-    return sorted(row for part in parts for row in part if row is not None)
+def real_rows(shares: list[list[int | None]]) -> list[int]:
+    return sorted(row for share in shares for row in share if row is not None)
 
 
 @given(
@@ -282,18 +282,18 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(lengths, batch_
         expected = real_rows([plain.rows(step)])
         for world_size in (1, 2, 4):
             ranks = orders(lengths, batch_size, world_size)
-            parts = [order.rows(step) for order in ranks]
-            assert {len(part) for part in parts} == {batch_size // world_size}
-            assert real_rows(parts) == expected
-            counts = [sum(row is not None for row in part) for part in parts]
+            shares = [order.rows(step) for order in ranks]
+            assert {len(share) for share in shares} == {batch_size // world_size}
+            assert real_rows(shares) == expected
+            counts = [sum(row is not None for row in share) for share in shares]
             assert max(counts) - min(counts) <= 1  # nobody waits with less than the others
 
 
 def test_dealing_by_length_by_hand():
     """Two rounds of cards, the second in reverse: 1 8, 2 7, 3 6, 4 5."""
     lengths = [5, 1, 8, 4, 2, 7, 3, 6]
-    parts = [order.rows(0) for order in orders(lengths, 8, 4)]
-    assert [sorted(lengths[row] for row in part) for part in parts] == [
+    shares = [order.rows(0) for order in orders(lengths, 8, 4)]
+    assert [sorted(lengths[row] for row in share) for share in shares] == [
         [1, 8],
         [2, 7],
         [3, 6],
@@ -328,18 +328,18 @@ def test_every_completion_of_a_step_is_in_one_micro_batch(
             ],
         )
         assert len({len(batches) for batches in all_batches}) == 1
-        found = {}
+        ids = {}
         for batch in (batch for batches in all_batches for batch in batches):
             for row in batch.is_real.nonzero().flatten().tolist():
                 slot = int(batch.slots[row])
-                assert slot not in found
-                found[slot] = batch.completion_ids[row][batch.completion_mask[row]].tolist()
+                assert slot not in ids
+                ids[slot] = batch.completion_ids[row][batch.completion_mask[row]].tolist()
             assert batch.slots[~batch.is_real].tolist() == [0] * int((~batch.is_real).sum())
             assert (batch.is_real[::2] == batch.is_real[1::2]).all()  # a pair stays together
             assert (batch.slots[::2] % 2 == 0).all()
         (one,) = orders(lengths, 4, 1)
         rows = [row for row in one.rows(step) if row is not None]
-        assert found == {2 * row + k: examples[row].completions[k] for row in rows for k in (0, 1)}
+        assert ids == {2 * row + k: examples[row].completions[k] for row in rows for k in (0, 1)}
 
 
 @given(config=CONFIGS)
@@ -350,13 +350,13 @@ def test_evaluation_scores_every_completion_of_a_prompt_once(config):
     groups, first = distinct_completions(examples, config)
     slots = [slot for group in groups for slot in group.slots]
     for group in groups:
-        own = [divmod(slot, 3) for slot in group.slots]
-        assert all(group.prompt_ids == examples[row].prompt_ids for row, _ in own)
-        assert group.completions == [examples[row].completions[k] for row, k in own]
+        places = [divmod(slot, 3) for slot in group.slots]
+        assert all(group.prompt_ids == examples[row].prompt_ids for row, _ in places)
+        assert group.completions == [examples[row].completions[k] for row, k in places]
     assert len(set(slots)) == len(slots)
     assert {first[3 * row + k] for row in range(9) for k in range(3)} == set(slots)
     texts = [(e.prompt_ids, ids) for e in examples for ids in e.completions]
     assert [texts[slot] for slot in first] == texts
-    told = [texts[slot] for slot in slots]
-    assert all(told.count(text) == 1 for text in told)
-    assert len(told) < 3 * len(examples)
+    scored = [texts[slot] for slot in slots]
+    assert all(scored.count(text) == 1 for text in scored)
+    assert len(scored) < 3 * len(examples)

@@ -1,7 +1,7 @@
 """Claim: what holds for the examples of the other tests holds for any lengths, texts and files.
 
-Drawn by hypothesis, the same cases in every run. A score does not depend on what stands beside it
-in the batch; no cut is too long. A file, whatever is in it, is read or refused in one sentence.
+Drawn by hypothesis, the same cases in every run. A score does not depend on the other rows of the
+batch; no cut is too long. A file, whatever is in it, is read or refused in one sentence.
 That the two layouts score any shape alike is in `test_layouts.py`, that a cut keeps header and cue
 in `test_data.py`, what a completion and its noise depend on in `test_generation.py` and
 `test_noise.py`.
@@ -57,14 +57,14 @@ def test_a_score_does_not_depend_on_what_pads_the_row(policy, groups, layout, pa
     completions = [example.completions for example in examples]
     with torch.no_grad():
         batch = MAKERS[layout](prompts, completions, pad_id)
-        found = tiny.per_row(policy(batch).token_logps, batch.completion_mask)
+        batched = tiny.per_row(policy(batch).token_logps, batch.completion_mask)
         alone = []
         for prompt, group in zip(prompts, completions, strict=True):
             for ids in group:
                 one = padded_batch([prompt], [[ids]], pad_id)
                 assert one.attention_mask.all()
                 alone.append(policy(one).token_logps[0])
-    for scores, expected in zip(found, alone, strict=True):
+    for scores, expected in zip(batched, alone, strict=True):
         torch.testing.assert_close(scores, expected, rtol=0, atol=tiny.rounding(policy.lm))
 
 
@@ -152,7 +152,7 @@ ROWS = st.lists(  # good ones, but for a column or two
     st.tuples(
         st.sampled_from([GOOD_TEXTS, GOOD_MESSAGES, {}]),
         st.dictionaries(st.sampled_from(COLUMNS), TEXTS | MESSAGES | JSON, max_size=2),
-    ).map(lambda parts: parts[0] | parts[1]),
+    ).map(lambda pair: pair[0] | pair[1]),
     max_size=3,
 )
 KINDS = st.sampled_from(list(COMPLETION_COLUMNS))

@@ -33,11 +33,11 @@ CONFIG = tiny.train_config(**LENGTHS)
 
 
 @contextmanager
-def refused(*parts: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
+def refused(*phrases: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
     with pytest.raises(kind) as caught:
         yield
-    for part in ("self-check failed", *parts, "--self_check false"):
-        assert part in str(caught.value)
+    for phrase in ("self-check failed", *phrases, "--self_check false"):
+        assert phrase in str(caught.value)
 
 
 def sharded(module: nn.Module) -> nn.Module:
@@ -46,8 +46,8 @@ def sharded(module: nn.Module) -> nn.Module:
 
 def blind_to(lm: Any, ignored: str) -> Any:
     """The model with a forward that ignores its position ids or its attention mask."""
-    part = lm if hasattr(lm, "lm_head") else lm.base_model
-    forward = part.forward
+    module = lm if hasattr(lm, "lm_head") else lm.base_model
+    forward = module.forward
 
     def blind(**inputs: Any) -> Any:
         # Without a mask transformers would guess one from the position ids, hence all ones.
@@ -56,7 +56,7 @@ def blind_to(lm: Any, ignored: str) -> Any:
         )
         return forward(**inputs)
 
-    part.forward = blind
+    module.forward = blind
     return lm
 
 
@@ -221,9 +221,9 @@ def test_a_trained_model_computes_what_transformers_evaluates(
     rows = ([[5, 6, 7], [8]], [[[9, 10]], [[11, 12]]])
     expected = Policy(plain.eval())(padding.padded_batch(*rows, PAD)).token_logps
     for _ in range(4):
-        found = policy(make(*rows, PAD)).token_logps
-        torch.testing.assert_close(found, expected, rtol=0, atol=tiny.rounding(plain))
-    found.sum().backward()  # through what is recomputed
+        logps = policy(make(*rows, PAD)).token_logps
+        torch.testing.assert_close(logps, expected, rtol=0, atol=tiny.rounding(plain))
+    logps.sum().backward()  # through what is recomputed
 
 
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])

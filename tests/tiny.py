@@ -58,7 +58,7 @@ def model_config(family: str, *, vocab_size: int = 61, width: int = 32, **fields
 def random_weights(lm: Any, seed: int) -> Any:
     """Move every parameter; a tied embedding is made small, or the model repeats its last token."""
     generator = torch.Generator().manual_seed(seed)
-    norms = [part for part in lm.modules() if "Norm" in type(part).__name__]
+    norms = [module for module in lm.modules() if "Norm" in type(module).__name__]
     with torch.no_grad():
         for parameter in lm.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -103,7 +103,7 @@ def like_pretrained(lm: Any) -> Any:
         logits = (
             lm.base_model(input_ids=ids).last_hidden_state @ lm.get_output_embeddings().weight.T
         )
-        norm = [part for part in lm.modules() if "Norm" in type(part).__name__][-1]
+        norm = [module for module in lm.modules() if "Norm" in type(module).__name__][-1]
         for parameter in norm.parameters():
             parameter *= 3.2 / logits.std()
     return lm
@@ -304,15 +304,15 @@ def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return file
 
 
-def check_sentence(message: object, *parts: str) -> None:
+def check_sentence(message: object, *phrases: str) -> None:
     """Check that a message is one sentence of moderate length that holds these parts."""
     text = str(message)
     assert text.endswith(".")
     assert "\n" not in text
     assert len(text) < 400
     assert text.count(". ") == 0, "more than one sentence"
-    for part in parts:
-        assert part in text
+    for phrase in phrases:
+        assert phrase in text
 
 
 def per_row(values: Tensor, mask: Tensor) -> list[Tensor]:
@@ -341,7 +341,7 @@ def working_directory(folder: Path) -> Iterator[None]:
 
 
 def output_of(program: str, hash_seed: str) -> str:
-    """What a Python program prints in a process of its own, with another hash of texts."""
+    """Output of a Python program in a separate process, with another hash of texts."""
     return subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).resolve().parents[1],

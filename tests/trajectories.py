@@ -221,7 +221,7 @@ def compare(metrics: Sequence[str], numbers: Numbers, golden: Case) -> Change:
 
 
 def machine() -> dict[str, str]:
-    """What rounding depends on."""
+    """Properties of this machine that rounding depends on."""
     capability = torch.backends.cpu.get_cpu_capability()
     return {"cpu": cpu_model(), "instructions": capability, "torch": torch.__version__}
 
@@ -278,7 +278,7 @@ def record(stage: str) -> None:
 
 
 def changes(stages: Sequence[str], folder: Path, code: Path = ROOT) -> dict[str, Change]:
-    """How far the golden cases are from their files when the scripts of a tree run them."""
+    """Changes of the golden cases against their files when the scripts of a tree run them."""
     named = {label(stage, flags): (stage, flags) for stage in stages for flags in CASES[stage]}
     golden = {name: case for stage in stages for name, case in read(stage).items()}
     keys = [(*named[name], case["seed"]) for name, case in golden.items()]

@@ -30,7 +30,7 @@ with warnings.catch_warnings():
 
 
 class OneProcess:
-    """What the methods ask of accelerate, where there is one process."""
+    """Accelerate as the methods use it, with one process."""
 
     num_processes, process_index, is_main_process = 1, 0, True
     parallelism_config, device = None, torch.device("cpu")
@@ -195,9 +195,9 @@ def grpo_loss(
     return GRPOTrainer._compute_loss(stand_in, stand_in.model, usual | inputs)
 
 
-def advantages(rewards: Tensor, trainer_class: type = GRPOTrainer, **given: Any) -> Tensor:
+def advantages(rewards: Tensor, trainer_class: type = GRPOTrainer, **settings: Any) -> Tensor:
     """Advantages (N, G) of rewards (N, G); see `rollout`."""
-    return rollout(rewards, trainer_class, **given)["advantages"].view_as(rewards)
+    return rollout(rewards, trainer_class, **settings)["advantages"].view_as(rewards)
 
 
 def by_function(rewards: Tensor, weights: list[float]) -> dict:
@@ -220,7 +220,7 @@ def rollout(
     sampling_token_logps: Tensor | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:
-    """What GRPO's or RLOO's trainer makes of completions with rewards (N, G) before its updates.
+    """Outputs of GRPO's or RLOO's trainer before its updates, from rewards (N, G) of completions.
 
     Log-probs are (N * G, C), of the policy, the reference and the program that sampled.
     """

@@ -277,7 +277,7 @@ class Run:
 
 @dataclass
 class Comparison:
-    """How far one run is from another."""
+    """Differences between two runs."""
 
     loss: float
     grad_norm: float
@@ -359,11 +359,11 @@ def label(stage: str, flags: Flags) -> str:
 
 def row(name: str, num_ranks: int, one: Run, other: Run) -> str:
     """A line of the table."""
-    found = compare(one, other)
-    sampled = f"{found.num_other} of {found.num_drawn}" if found.num_drawn else "-"
-    if found.first_step is not None:
-        sampled += f", from step {found.first_step + 1} (before: {found.loss_before:.1e})"
-    numbers = [f"{v:.1e}" for v in (found.loss, found.grad_norm, found.weights)]
+    difference = compare(one, other)
+    sampled = f"{difference.num_other} of {difference.num_drawn}" if difference.num_drawn else "-"
+    if difference.first_step is not None:
+        sampled += f", from step {difference.first_step + 1} (before: {difference.loss_before:.1e})"
+    numbers = [f"{v:.1e}" for v in (difference.loss, difference.grad_norm, difference.weights)]
     num_warnings = len(one.warnings) + len(other.warnings)
     return f"| {' | '.join([name, f'1, {num_ranks}', *numbers, sampled, str(num_warnings)])} |"
 
@@ -398,16 +398,16 @@ def print_table(
     say(f"| variant | processes | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
     heard: list[str] = []
     for first in range(0, len(chosen), JOBS_PER_LAUNCH):
-        part = chosen[first : first + JOBS_PER_LAUNCH]
+        chunk = chosen[first : first + JOBS_PER_LAUNCH]
         runs = {}
         for num_ranks in dict.fromkeys([1, *ranks]):
             jobs = [
                 job_of(stage, flags, folder / str(num_ranks) / str(first + i), num_steps, paths)
-                for i, (stage, flags) in enumerate(part)
+                for i, (stage, flags) in enumerate(chunk)
             ]
             runs[num_ranks] = run_variants(jobs, num_ranks, folder)
             heard += [message for run in runs[num_ranks] for message in run.warnings]
-        for i, (stage, flags) in enumerate(part):
+        for i, (stage, flags) in enumerate(chunk):
             for num_ranks in list(runs)[1:]:
                 say(row(label(stage, flags), num_ranks, runs[1][i], runs[num_ranks][i]))
     for message in dict.fromkeys(heard):
