@@ -222,10 +222,7 @@ def test_an_environment_is_read_as_json(tmp_path):
     file = tmp_path / "environment.json"
     assert read_config(tmp_path, ENVIRONMENT) == {}
     file.write_text('{"rate": 1e-5, "name": "a\\ud83d\\ude00"}')
-    assert read_config(tmp_path, ENVIRONMENT) == {
-        "rate": 1e-5,
-        "name": "a\U0001f600",
-    }
+    assert read_config(tmp_path, ENVIRONMENT) == {"rate": 1e-5, "name": "a\U0001f600"}
 
 
 def test_is_due():

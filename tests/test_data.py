@@ -20,13 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common import data, distributed
 from common.config.stages import TrainConfig
-from common.data import (
-    BatchOrder,
-    Example,
-    load_splits,
-    micro_batches,
-    prompts,
-)
+from common.data import BatchOrder, Example, load_splits, micro_batches, prompts
 from common.errors import UserError
 from common.text import synthetic
 from common.text.chat import render
@@ -178,8 +172,7 @@ def test_truncation_keeps_header_and_cue_and_fits(tokenizer, header, body, cue, 
 
 
 def test_truncation_of_a_post_without_any_space_cuts_inside_it(tokenizer):
-    prompt = "TITLE: t\n\nPOST: " + "喵" * 200 + "\n\nTL;DR:"
-    text, ids = truncate_prompt(prompt, tokenizer, 60)
+    text, ids = truncate_prompt("TITLE: t\n\nPOST: " + "喵" * 200 + "\n\nTL;DR:", tokenizer, 60)
     assert re.fullmatch("TITLE: t\n\nPOST: 喵+\n\nTL;DR:", text)
     assert 50 < len(ids) <= 60
 
@@ -388,14 +381,12 @@ def test_the_report_is_two_lines(plain):
 
 def test_boundary_merges_are_found(plain):
     # "TL;DR:" + " Cat" stays apart; " sister" is one token; "a b" moves the space.
-    pairs = [("TL;DR:", " Cat"), (" sis", "ter"), ("a ", "b")]
-    assert count_boundary_merges(pairs, plain) == 2
+    assert count_boundary_merges([("TL;DR:", " Cat"), (" sis", "ter"), ("a ", "b")], plain) == 2
     rows = [{"prompt": " sis", "completion": "ter"}, {"prompt": "TL;DR:", "completion": " Cat"}]
     _, report = tokenize(rows, plain)
     assert (report.num_boundary_merges, report.num_boundaries_checked) == (1, 2)
     # The sample is bounded and spread.
-    starts = [" sis"] * 1250 + ["TL;DR:"] * 1250
-    rows = [{"prompt": start, "completion": "ter"} for start in starts]
+    rows = [{"prompt": start, "completion": "ter"} for start in [" sis"] * 1250 + ["TL;DR:"] * 1250]
     _, report = tokenize(rows, plain)
     assert 500 < report.num_boundaries_checked <= 1000
     assert report.num_boundary_merges == report.num_boundaries_checked / 2

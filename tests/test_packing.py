@@ -227,8 +227,7 @@ def test_groups_that_count_nowhere_fill_a_batch_up(groups, is_uniform):
 
 def test_prompts_of_one_token_are_filled_up_too():
     """Fillers of one token each would never make the batch a multiple of four."""
-    config = tiny.train_config(compile=True, max_prompt_length=1)
-    batch = collate([piece_of(0, 1, [2])], config, 0)
+    batch = collate([piece_of(0, 1, [2])], tiny.train_config(compile=True, max_prompt_length=1), 0)
     assert batch.input_ids.shape[1] % 4 == 0
     assert batch.num_tokens == 2
 
@@ -281,8 +280,7 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(lengths, batch_
     for step in range(2 * plain.steps_per_epoch):
         expected = real_rows([plain.rows(step)])
         for world_size in (1, 2, 4):
-            ranks = orders(lengths, batch_size, world_size)
-            shares = [order.rows(step) for order in ranks]
+            shares = [order.rows(step) for order in orders(lengths, batch_size, world_size)]
             assert {len(share) for share in shares} == {batch_size // world_size}
             assert real_rows(shares) == expected
             counts = [sum(row is not None for row in share) for share in shares]
@@ -319,12 +317,11 @@ def test_every_completion_of_a_step_is_in_one_micro_batch(
     examples = tiny.ragged_examples([(1 + 3 * i % 11, 1 + i % 5, 2) for i in range(num_rows)])
     lengths = num_tokens(examples)
     for step in range(2):
-        shares = [order.rows(step) for order in orders(lengths, 4, world_size)]
         all_batches = in_step(
             monkeypatch,
             [
                 lambda rows=rows: micro_batches(examples, rows, config, tiny.vocabulary())
-                for rows in shares
+                for rows in [order.rows(step) for order in orders(lengths, 4, world_size)]
             ],
         )
         assert len({len(batches) for batches in all_batches}) == 1

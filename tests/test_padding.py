@@ -69,7 +69,7 @@ GROUPS = st.integers(1, 3).flatmap(
 
 @FAST
 @given(groups=GROUPS, pad_id=TOKENS)
-def test_batch_holds_each_prompt_beside_its_completions(groups: list, pad_id: int):
+def test_batch_holds_each_prompt_next_to_its_completions(groups: list, pad_id: int):
     prompts, completions, flags = map(list, zip(*groups, strict=True))
     batch = padding.padded_batch(prompts, completions, pad_id, is_real=flags)
     expected = [

@@ -266,8 +266,7 @@ def batch_of(
     is_completion = pad([*marks, [0] * widest], 0)[0][:-1].bool()  # (B, T)
     real = torch.ones(len(rows), dtype=torch.bool)
     shared = (is_completion[:, 1:], real, torch.arange(len(rows)), list(range(len(rows))))
-    batch = PaddedBatch(*shared, ids, mask, position_ids(mask))
-    return batch.to(distributed.device())
+    return PaddedBatch(*shared, ids, mask, position_ids(mask)).to(distributed.device())
 
 
 class OnGpu(Tensor):

@@ -172,8 +172,7 @@ def grpo_trainer(token_logps: Tensor, **settings: Any) -> Any:
         "use_adaptive_entropy": False,
         "_get_per_token_logps_and_entropies": lambda *inputs, **kw: (token_logps, entropy, None),
     }
-    model = GivenModel(token_logps)
-    return trainer(model, args=SimpleNamespace(**arguments), **(usual | settings))
+    return trainer(GivenModel(token_logps), args=SimpleNamespace(**arguments), **(usual | settings))
 
 
 def grpo_loss(

@@ -320,8 +320,7 @@ def largest_difference(
     Only the first `num_steps` count, if they are given.
     """
     lines = [[line for line in run.lines if metric in line] for run in (one, other)]
-    both = list(zip(*lines, strict=True))[:num_steps]
-    pairs = [(a[metric], b[metric]) for a, b in both]
+    pairs = [(a[metric], b[metric]) for a, b in list(zip(*lines, strict=True))[:num_steps]]
     return max((abs(a - b) / max(abs(a), floor, 1e-30) for a, b in pairs), default=0.0)
 
 

@@ -78,8 +78,7 @@ def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
 
 def test_the_fixture_is_a_function_of_its_seed(folder: Path):
     tokenizer = fixture.train_tokenizer(MINI, 0)
-    saved = AutoTokenizer.from_pretrained(folder / "policy")
-    assert tokenizer.get_vocab() == saved.get_vocab()
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder / "policy").get_vocab()
     words = fixture.single_token_words(tokenizer)
     assert all(len(tokenizer(word)["input_ids"]) == 1 for word in words)
     rows = fixture.make_rows("preference", 8, words, 0)

@@ -109,8 +109,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
     saver.wait()
     assert not are_equal(state(run), expected)
     other = trained(seed=1, steps=0)
-    folder = find(tmp_path)
-    assert tiny.checkpointer(tmp_path, *other).load(folder) == 7
+    assert tiny.checkpointer(tmp_path, *other).load(find(tmp_path)) == 7
     assert are_equal(state(other), expected)
 
 
@@ -310,8 +309,7 @@ def test_a_model_of_another_stage_is_not_replaced(saved: Path) -> None:
 def test_a_finished_model_without_checkpoints_is_not_replaced_by_another_run(
     tmp_path: Path,
 ) -> None:
-    config = tiny.train_config(output_dir=str(tmp_path))
-    save_run_files(tmp_path, config, 1)
+    save_run_files(tmp_path, tiny.train_config(output_dir=str(tmp_path)), 1)
     assert find(tmp_path, seed=5) is None  # it was killed early: there is nothing to lose
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
@@ -340,8 +338,7 @@ def test_a_run_does_not_replace_what_it_reads(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_shape_is_refused(saved: Path) -> None:
-    lm = tiny.causal_lm("gpt2", width=64)
-    policy = fsdp.shard(Policy(lm), tiny.train_config(), mesh())
+    policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", width=64)), tiny.train_config(), mesh())
     run = policy, optim.build_optimizer(policy, tiny.train_config())
     with pytest.raises(UserError, match="step_00000003 does not fit the model: "):
         tiny.checkpointer(saved, *run).load(find(saved))
@@ -373,8 +370,7 @@ def test_a_folder_is_another_run_s_until_that_is_killed(tmp_path: Path) -> None:
     output_lock.take(tmp_path)
     output_lock.take(tmp_path)  # a run in the same process goes on
     again = [sys.executable, "-c", TAKE, str(tmp_path)]
-    refused = subprocess.run(again, cwd=ROOT, capture_output=True, text=True)
-    assert "UserError" in refused.stderr
+    assert "UserError" in subprocess.run(again, cwd=ROOT, capture_output=True, text=True).stderr
     output_lock.release(tmp_path)
     subprocess.run(again, cwd=ROOT, check=True)
 
@@ -412,8 +408,7 @@ def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path, metric: str, bes
     assert steps_in(tmp_path) == [5, best]
     assert saver.load_best() == best
     expected = trained(steps=best)
-    mine = [*saver.model.parameters()]
-    assert are_equal(mine, [*expected[0].parameters()])
+    assert are_equal([*saver.model.parameters()], [*expected[0].parameters()])
 
 
 def test_a_damaged_best_is_named_and_the_next_best_is_taken(
@@ -470,8 +465,7 @@ def test_the_best_by_one_reward_needs_a_function_of_the_run() -> None:
 
 def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: Path) -> None:
     """A line of the same step that was logged after the checkpoint is logged again."""
-    saver = save_all(tmp_path, [0.9, 0.8])
-    saver.close()
+    save_all(tmp_path, [0.9, 0.8]).close()
     path = tmp_path / "metrics.jsonl"
     expected = path.read_text()
     torn = '{"step": 40, "loss": "é'.encode()[:-1]  # killed inside a character
@@ -497,8 +491,7 @@ def test_what_was_summed_up_for_the_next_line_goes_on(tmp_path: Path, num_ranks:
     other = tiny.checkpointer(tmp_path, *trained())
     other._restore_sums(manifest["sums"] * num_ranks)  # as if so many ranks had saved
     other.metrics.add_values(grad_norm=6.0)
-    expected = {"loss": third * num_ranks / (3 * num_ranks), "grad_norm": 6.0}
-    assert other.metrics.reduce() == expected
+    assert other.metrics.reduce() == {"loss": third * num_ranks / (3 * num_ranks), "grad_norm": 6.0}
 
 
 def test_a_rank_of_as_many_gets_its_own_sums(

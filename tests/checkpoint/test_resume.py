@@ -107,8 +107,7 @@ def kill_in_the_last_step(run: Path) -> None:
     shutil.rmtree(resumed / "model")
     last = layout.folder_of(resumed, STEPS)
     last.rename(last.with_name(last.name + ".partial"))  # killed while it was being written
-    unfinished = layout.folder_of(resumed, STEPS - 1)
-    unfinished.mkdir()  # of a copy that broke off
+    layout.folder_of(resumed, STEPS - 1).mkdir()  # of a copy that broke off
     kept = [line for line in read_jsonl(whole / "metrics.jsonl") if line["step"] < STEPS]
     for line in kept:
         if line["step"] > SAVED:
@@ -128,8 +127,7 @@ def test_metrics_samples_and_weights_are_identical(folder: Path, num_ranks: int,
     runs = [folder / str(num_ranks) / task / name for name in ("whole", "resumed")]
     lines, resumed = map(untimed_lines, runs)
     assert resumed == lines
-    training = [line["step"] for line in lines if "grad_norm" in line]
-    assert training == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if "grad_norm" in line] == list(range(1, STEPS + 1))
     losses = [line for line in lines if "loss" in line]
     assert all(line["grad_norm"] > 1e-3 for line in losses)  # each step changes the model
     assert len({line["learning_rate"] for line in losses[2:]}) == STEPS - 2
@@ -174,14 +172,12 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
     distributed.start()
     path, saved = str(folder / "1" / "sft" / "whole" / "model"), folder / "1" / "sft" / "whole"
     config = tiny.train_config(weight_decay=0.25, adam_beta2=0.5, max_prompt_length=64)
-    tokenizer = load.load_tokenizer(path, config)
-    model_config = load.read_model_config(path, "policy", tokenizer, config)
+    model_config = load.read_model_config(path, "policy", load.load_tokenizer(path, config), config)
     policy = Policy(load.load_policy(path, model_config, config))
     policy = fsdp.shard(policy, config, distributed.mesh())
     optimizer = optim.build_optimizer(policy, config)
     saver = tiny.checkpointer(tmp_path, policy, optimizer)
-    step = saver.load(layout.folder_of(saved, SAVED))
-    assert step == SAVED
+    assert saver.load(layout.folder_of(saved, SAVED)) == SAVED
     assert optimizer.state
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.5)}
@@ -192,8 +188,7 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
 @pytest.mark.usefixtures("process_group", "without_pictures")
 def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     """Unless it is to be trained again, or what it starts from or learns from is newer."""
-    lm = tiny.causal_lm("gpt2", is_plain=True, vocab_size=300)
-    start = tiny.save(lm, tmp_path / "start")
+    start = tiny.save(tiny.causal_lm("gpt2", is_plain=True, vocab_size=300), tmp_path / "start")
     flags = {"model_name_or_path": start, "output_dir": str(tmp_path / "run")}
     rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 8)
     flags |= {

@@ -173,8 +173,7 @@ def test_candidates_are_samples_or_a_set_of_texts():
 @pytest.mark.parametrize("limits", [(64, 4096), (3, 4096), (64, 40), (1, 1)])
 def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     """Three of four candidates for each of four prompts, one of which is filler."""
-    real = torch.tensor([True, True, False, True])
-    groups = new_groups([[0.0, 1.0, 2.0, 3.0]] * 4, real=real)
+    groups = new_groups([[0.0, 1.0, 2.0, 3.0]] * 4, real=torch.tensor([True, True, False, True]))
     kept = torch.tensor([[3, 0, 2], [1, 2, 3], [0, 1, 2], [2, 1, 0]])
     config = new_config(
         num_candidates=4, layout=layout, micro_batch_size=limits[0], micro_batch_tokens=limits[1]
@@ -288,8 +287,7 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     kept = select(groups, config, 0)
     ref_logps = kept.rollouts.token_logps + 0.25  # nats more per token than the sampler's
     advantages = minibatches.advantages(kept, ref_logps, config)
-    lengths = groups.rollouts.lengths.view(2, 3)
-    rewards = groups.rewards + 0.5 * 0.25 * lengths
+    rewards = groups.rewards + 0.5 * 0.25 * groups.rollouts.lengths.view(2, 3)
     torch.testing.assert_close(advantages, rewards - rewards.mean(1, keepdim=True))
 
 
@@ -325,8 +323,7 @@ def test_weighted_sums_that_are_equal_but_for_rounding_are_a_flat_group():
     kept = select(groups, config, 0)
     assert kept.flat.tolist() == [True, True, False]
     assert kept.counted.any(1).tolist() == [False, False, True]
-    values = minibatches.advantages(kept, None, config)
-    assert (values != 0).any(1).tolist() == [False, False, True]
+    assert (minibatches.advantages(kept, None, config) != 0).any(1).tolist() == [False, False, True]
 
 
 BY_BASELINE = {  # of the candidates with rewards 9 and 2, kept of 0, 1, 2 and 9
@@ -520,7 +517,7 @@ def test_the_first_update_is_not_clipped_where_the_sampler_drifted():
 
 
 # Loss of a token by log pi, the sampler's, the completion's advantage and mean of their difference
-BESIDE_THE_SAMPLER: list[tuple[dict[str, Any], Any]] = [
+WITH_THE_SAMPLER: list[tuple[dict[str, Any], Any]] = [
     (
         {"policy_objective": ["dppo"], "epsilon_low": 1.0, "epsilon_high": 1.0}
         | {"objective_args": ["delta=2.5"]},
@@ -538,7 +535,7 @@ BESIDE_THE_SAMPLER: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "term"), BESIDE_THE_SAMPLER, ids=lambda value: str(value)[:25])
+@pytest.mark.parametrize(("flags", "term"), WITH_THE_SAMPLER, ids=lambda value: str(value)[:25])
 def test_the_sampler_counts_where_an_objective_names_it(flags: dict[str, Any], term: Any):
     """The sampler preferred by half a nat or a nat what has a negative advantage, and not the rest.
 
@@ -624,7 +621,7 @@ def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, 
     )
     scores = policy(batch, temperature=TEMPERATURE, reference=states)
     assert scores.hidden is None
-    (policy(batch, temperature=TEMPERATURE).kl == 0).all()
+    assert (policy(batch, temperature=TEMPERATURE).kl == 0).all()
 
     rows = [(p, ids) for p, group in zip(prompts, completions, strict=True) for ids in group]
     for row, (prompt, ids) in enumerate(rows):
@@ -816,8 +813,7 @@ def test_without_advantages_the_loss_is_the_share_of_entropy_or_of_the_kl(base: 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_only_a_kl_needs_a_reference(base: Path, beta: float):
-    job = grpo_job(base, base / f"beta {beta}", beta=beta, max_steps=1)
-    (record,) = run_stages([job])
+    (record,) = run_stages([grpo_job(base, base / f"beta {beta}", beta=beta, max_steps=1)])
     assert len(record["devices"]) == 1 + (beta > 0)  # models
     assert ("kl" in untimed_lines(base / f"beta {beta}")[0]) == (beta > 0)
 
@@ -871,8 +867,7 @@ def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for(
     """A token's KL of 1/2 times a ratio of 2 or not; the exact one asks no estimator."""
     half = mock.Mock(side_effect=lambda logps, *_, **__: 0 * logps + 0.5)
     twice = mock.Mock(side_effect=lambda logps, *_: 0 * logps + 2)
-    by = {"kl_estimate": half, "probability_ratio": twice}
-    with mock.patch.multiple(train_grpo, **by):
+    with mock.patch.multiple(train_grpo, kl_estimate=half, probability_ratio=twice):
         (line,) = run_here(base, f"estimator {estimator}", max_steps=1, **flags)
     assert half.called == (estimator is not None)
     if estimator is None:
@@ -935,8 +930,7 @@ def test_a_reference_that_was_just_replaced_is_the_policy(base: Path, kind: dict
     folder = base / f"replaced_{len(kind)}"
     flags = {"beta": 0.5, "learning_rate": 1e-2, **kind}
     moving = grpo_job(base, folder / "moving", **flags, ref_update_steps=1)
-    fixed = grpo_job(base, folder / "fixed", **flags)
-    launch(run_stages, 2, base, jobs=[moving, fixed])
+    launch(run_stages, 2, base, jobs=[moving, grpo_job(base, folder / "fixed", **flags)])
     moving_kl, fixed_kl = (
         [r["kl"] for r in untimed_lines(folder / n)] for n in ("moving", "fixed")
     )

@@ -64,8 +64,7 @@ def held_out(folder: Path, policy: Policy, reference: Policy | None, **flags: An
     pairs = tiny.ragged_examples([(5, 4, 2), (3, 2, 6), (7, 1, 3), (4, 5, 5)])
     vocabulary = tiny.vocabulary(STOPS)
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
-    sampler = Sampler(policy, vocabulary, config)
-    return HeldOut(sampler, scorer, reference, prompts, pairs, config)
+    return HeldOut(Sampler(policy, vocabulary, config), scorer, reference, prompts, pairs, config)
 
 
 def plain_logp(policy: Policy, *row: Any) -> float:
@@ -88,9 +87,8 @@ def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
         - plain_logp(reference, example.prompt_ids, row, TEMPERATURE)
         for example, row in zip(evaluator.prompts, ids, strict=True)
     ]
-    passed = [float(key == "pp") for key in keys]
     expected = {
-        "eval_reward/check": share_over_prompts(passed, keys),
+        "eval_reward/check": share_over_prompts([float(key == "pp") for key in keys], keys),
         "eval_reward": mean_over_prompts(totals, keys),
         "eval_reward/size": mean_over_prompts(sizes, keys),
         "eval_reward/even": mean_over_prompts(even, keys),

@@ -161,8 +161,7 @@ def test_packing_is_undone(family: str) -> None:
         if distributed.device().type == "cpu" and torch.backends.mkldnn.is_available():
             num_packed = sum(isinstance(module, PackedLinear) for module in lm.modules())
             assert num_packed == 2 * (4 if family == "gpt2" else 7) + 1
-            left = [module for module in lm.modules() if isinstance(module, nn.Linear | Conv1D)]
-            assert not left
+            assert not [module for module in lm.modules() if isinstance(module, nn.Linear | Conv1D)]
     assert {name: type(module) for name, module in lm.named_modules()} == before
 
 
@@ -348,8 +347,7 @@ def inspect_reward_model(folder: str) -> dict[str, Any]:
     path = weights_folder(Path(folder), "gpt2")
     tokenizer = Tokens(range(62))  # one more than the model
     lm = load.load_reward_model(path, AutoConfig.from_pretrained(path), tokenizer, config)
-    reward_model = RewardModel(lm)
-    model = fsdp.shard(reward_model, config, distributed.mesh(), float32_modules=[lm.score])
+    model = fsdp.shard(RewardModel(lm), config, distributed.mesh(), float32_modules=[lm.score])
     seen: dict[str, Any] = {"state": state_hashes(model)}
 
     def note(name: str) -> Any:
@@ -361,8 +359,7 @@ def inspect_reward_model(folder: str) -> dict[str, Any]:
 
     fsdp.blocks(model)[0].register_forward_pre_hook(note("block"))
     lm.score.register_forward_pre_hook(note("head"))
-    batch = padded_batch([[3, 4 + distributed.rank(), 61]], [[[5], [6]]], 61)
-    rewards = model(batch)
+    rewards = model(padded_batch([[3, 4 + distributed.rank(), 61]], [[[5], [6]]], 61))
     rewards.sum().backward()
     gradient = local(fsdp.blocks(model)[0].mlp.c_fc.weight.grad)
     seen["share_rounded"] = float((gradient == gradient.bfloat16()).float().mean())
@@ -404,8 +401,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models, whole and without weights."""
     folder = tmp_path_factory.mktemp("fsdp")
     for name, (family, is_tied) in MODELS.items():
-        lm = tiny.causal_lm(family, tie_word_embeddings=is_tied)
-        lm.save_pretrained(folder / name / "whole")
+        tiny.causal_lm(family, tie_word_embeddings=is_tied).save_pretrained(folder / name / "whole")
         without = folder / name / "without_weights"
         shutil.copytree(folder / name / "whole", without)
         (without / "model.safetensors").unlink()

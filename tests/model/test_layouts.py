@@ -259,7 +259,7 @@ def test_without_a_layout_a_model_goes_on_as_before(family):
     assert torch.equal(*drawn)
 
 
-def test_an_attention_that_is_not_told_the_layout_is_refused():
+def test_an_attention_without_the_layout_is_refused():
     lm = tiny.causal_lm("llama")
     last = fsdp.blocks(lm)[-1].self_attn
     forward = last.forward
@@ -299,8 +299,7 @@ def visible_by_hand(groups: Groups) -> Tensor:
 
 def tail_by_hand(groups: Groups) -> Tensor:
     """Places of the last token of each prompt and of all completions."""
-    row = row_by_hand(groups)
-    is_tail = [k >= 0 or t == groups[i][0] - 1 for i, k, t in row]
+    is_tail = [k >= 0 or t == groups[i][0] - 1 for i, k, t in row_by_hand(groups)]
     return torch.tensor(is_tail).nonzero().flatten()
 
 
@@ -330,8 +329,7 @@ def check_attention(
     generator = torch.Generator().manual_seed(seed)
     shape = (4, 1, 6, len(visible), 8)  # query, key, value and the gradient that comes back
     tensors = torch.randn(shape, generator=generator, dtype=dtype).to(distributed.device())
-    heads = [6, num_key_heads, num_key_heads]
-    originals = [x[:, :n] for x, n in zip(tensors, heads, strict=False)]
+    originals = [x[:, :n] for x, n in zip(tensors, [6, num_key_heads, num_key_heads], strict=False)]
     exact = [x.double().clone().requires_grad_() for x in originals]
     layout = layout_of(groups)
     tail = tail_by_hand(groups).to(distributed.device())
@@ -589,7 +587,7 @@ def test_an_attention_that_sdpa_cannot_compute_is_refused_in_the_shared_layout(f
 
 
 @pytest.mark.parametrize("option", shared_prefix.UNSUPPORTED)
-def test_what_an_attention_asks_for_beside_is_refused(option):
+def test_further_options_of_an_attention_are_refused(option):
     x = torch.randn(1, 2, 10, 8)
     layout = layout_of([(4, [3, 2]), (1, [])])
     with refused(f"asks for {option!r}"):
@@ -695,8 +693,7 @@ def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
     for unit, targets in zip(units, expected[num_ahead], strict=True):
         setters = (unit.set_modules_to_forward_prefetch, unit.set_modules_to_backward_prefetch)
         for setter, target in zip(setters, targets, strict=True):
-            prefetched = setter.call_args and [names[u] for u in setter.call_args.args[0]]
-            assert prefetched == target
+            assert (setter.call_args and [names[u] for u in setter.call_args.args[0]]) == target
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -70,8 +70,7 @@ def lora_config(path: str, config: Any = SFTConfig, **fields: Any) -> Any:
 def new_policy(path: str, **fields: Any) -> Policy:
     """The policy that a stage would train."""
     config = lora_config(path, **fields)
-    tokenizer = load.load_tokenizer(path, config)
-    model_config = load.read_model_config(path, "policy", tokenizer, config)
+    model_config = load.read_model_config(path, "policy", load.load_tokenizer(path, config), config)
     lm = load.load_policy(path, model_config, config, trains=True)
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
     assert isinstance(policy, Policy)
@@ -117,8 +116,7 @@ def test_every_linear_layer_of_the_blocks_has_an_adapter_and_nothing_else(bases,
         f"{parents[family == 'llama']}.{i}.{name}" for i in (0, 1) for name in LAYERS[family]
     }
     assert set(lora.adapted_layers(lm)) == expected
-    trained = {name for name, p in lm.named_parameters() if p.requires_grad}
-    assert trained == {
+    assert {name for name, p in lm.named_parameters() if p.requires_grad} == {
         f"{name}.lora_{matrix}.default.weight" for name in expected for matrix in "AB"
     }
     assert type(lm) is type(tiny.causal_lm(family))
@@ -260,8 +258,7 @@ def test_a_reference_that_is_replaced_is_the_policy_at_that_moment(bases, bf16):
 def test_the_sampler_draws_from_base_and_adapters(bases, family, bf16):
     """Its log-probabilities are the trainer's, and its copy is a plain model."""
     policy = train(new_policy(bases[family], bf16=bf16))
-    config = lora_config("unused", bf16=bf16)
-    sampler = Sampler(policy, tiny.vocabulary([0]), config)
+    sampler = Sampler(policy, tiny.vocabulary([0]), lora_config("unused", bf16=bf16))
     rollouts = sampler.sample(EXAMPLES, num_samples=4)
     groups = [rollouts.completion_ids[i : i + 4] for i in range(0, 12, 4)]
     batch = padded_batch([e.prompt_ids for e in EXAMPLES], groups, PAD_ID).to(distributed.device())
@@ -434,10 +431,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]
     two += [job("2/bfloat16", RUNS["grpo"], bf16=True), job("2/own pad", OWN_PAD)]
     for name in RESUMED:
         first = layout.folder_of(folder / "2" / name, SAVED)
-        flag = {"resume_from_checkpoint": str(first)}
-        two.append(job(f"resumed/{name}", RUNS[name], **flag))
-    records = launch(run_stages, 2, folder, jobs=two)
-    (folder / "records.json").write_text(json.dumps(records))
+        two.append(job(f"resumed/{name}", RUNS[name], resume_from_checkpoint=str(first)))
+    (folder / "records.json").write_text(json.dumps(launch(run_stages, 2, folder, jobs=two)))
     return folder
 
 
@@ -475,8 +470,7 @@ def test_a_reference_that_moves_is_close_again(folder):
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_the_one_that_never_stopped(folder, name):
     whole, resumed = folder / "2" / name, folder / "resumed" / name
-    after = [line for line in untimed_lines(whole) if line["step"] > SAVED]
-    assert untimed_lines(resumed) == after
+    assert untimed_lines(resumed) == [line for line in untimed_lines(whole) if line["step"] > SAVED]
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         assert (whole / file).read_bytes() == (resumed / file).read_bytes()
 

@@ -55,8 +55,7 @@ def batch_of_rows(pad_id: int) -> Any:
 
 
 def short_config(**fields: Any) -> TrainConfig:
-    lengths = {"max_prompt_length": 40, "max_completion_length": 20}
-    return tiny.train_config(**(lengths | fields))
+    return tiny.train_config(**({"max_prompt_length": 40, "max_completion_length": 20} | fields))
 
 
 def update(module: nn.Module, loss: Callable[[], Tensor], config: TrainConfig) -> None:
@@ -94,8 +93,7 @@ def test_a_revision_is_read_of_the_model_that_was_named(tmp_path, monkeypatch):
 
     def read(path: str, config: Any) -> tuple[Tensor, int]:
         tokenizer = models.load_tokenizer(path, config)
-        model_config = models.find_config(path, tokenizer, config)
-        lm = models.load_policy(path, model_config, config)
+        lm = models.load_policy(path, models.find_config(path, tokenizer, config), config)
         return lm.get_input_embeddings().weight, len(tokenizer)
 
     for name, commit in commits.items():
@@ -322,8 +320,7 @@ def test_an_exported_reward_model_is_the_trained_one(family, tmp_path):
     limits: Any = {"rtol": 0, "atol": tiny.rounding(model.lm)}
     torch.testing.assert_close(plain + saved_shift, raw + shift, **limits)
     if family != "gpt2":  # rotary positions are relative: transformers may pad either side
-        left = transformers_rewards(folder, side="left")
-        torch.testing.assert_close(left, plain, **limits)
+        torch.testing.assert_close(transformers_rewards(folder, side="left"), plain, **limits)
     again, _ = new_reward_model(str(folder), config)
     with torch.no_grad():
         rewards = again(batch)
@@ -403,8 +400,7 @@ def test_other_ways_to_draw_the_head(tmp_path):
     assert set(stds) == set(models.HEAD_INITS)
     for head_init, std in stds.items():
         model_config = models.read_model_config(path, "trunk", tiny.tokenizer(), config)
-        tokenizer = tiny.tokenizer()
-        lm = models.load_reward_model(path, model_config, tokenizer, config, head_init)
+        lm = models.load_reward_model(path, model_config, tiny.tokenizer(), config, head_init)
         head = lm.score.weight.detach()
         assert float(head.std()) == pytest.approx(std, rel=4 * (2 * 512) ** -0.5), head_init
     lm.save_pretrained(tmp_path / "trained")
@@ -417,8 +413,7 @@ def test_other_ways_to_draw_the_head(tmp_path):
 
 def test_the_trunk_is_the_policy_s_and_a_trained_head_is_kept(tmp_path):
     path = save_policy(tmp_path / "policy")
-    config = short_config()
-    model, tokenizer = new_reward_model(path, config)
+    model, tokenizer = new_reward_model(path, short_config())
     trunk = AutoModelForCausalLM.from_pretrained(path).transformer
     for name, parameter in trunk.named_parameters():
         target = ranks.whole(model.lm.transformer.get_parameter(name)).cpu()
@@ -443,8 +438,7 @@ def test_a_tokenizer_that_pads_with_eos_gets_a_pad_token_of_its_own(tmp_path):
     # Rows end in eos: with eos as padding transformers would read the score one token too early.
     rewards = transformers_rewards(tmp_path / "reward")
     torch.testing.assert_close(rewards, expected, rtol=0, atol=tiny.rounding(model.lm))
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "reward")
-    assert loaded.pad_token_id == tokenizer.pad_token_id
+    assert AutoTokenizer.from_pretrained(tmp_path / "reward").pad_token_id == tokenizer.pad_token_id
 
 
 def test_the_own_pad_token_gets_an_embedding_and_changes_no_other(tmp_path):
@@ -544,8 +538,7 @@ def stops_of(path: str, stop_token: str = "eos") -> list[int]:
 
 
 def test_stop_tokens(tmp_path):
-    tokenizer = tiny.tokenizer()
-    newline = tokenizer("\n")["input_ids"]
+    newline = tiny.tokenizer()("\n")["input_ids"]
     assert len(newline) == 1
     path = save_policy(tmp_path, eos_token_id=0)
     assert stops_of(path) == [0]
@@ -572,9 +565,8 @@ def test_a_model_stops_at_every_id_of_its_own_before_and_after_export(tmp_path):
     with pytest.raises(UserError, match=r"generation_config.json: .* not a valid JSON"):
         stops_of(path)
 
-    config = short_config()
     policy = fsdp.shard(
-        Policy(AutoModelForCausalLM.from_pretrained(path)), config, distributed.mesh()
+        Policy(AutoModelForCausalLM.from_pretrained(path)), short_config(), distributed.mesh()
     )
     folder = tmp_path / "model"
     export.save_pretrained(policy, tiny.vocabulary([0, 9]), folder)

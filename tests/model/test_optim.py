@@ -38,10 +38,8 @@ def test_schedules_by_hand():
     """Warmup over 3 steps and 4 steps of decay; no step has the rate 0."""
     warm = {"learning_rate": 8.0, "warmup_steps": 3}
     ramp = [2.0, 4.0, 6.0]  # 1/4, 2/4 and 3/4 of the peak
-    constant = rates(7, lr_scheduler_type="constant", **warm)
-    assert constant == pytest.approx([*ramp, 8, 8, 8, 8])
-    linear = rates(7, lr_scheduler_type="linear", **warm)
-    assert linear == pytest.approx([*ramp, 8, 6, 4, 2])
+    assert rates(7, lr_scheduler_type="constant", **warm) == pytest.approx([*ramp, 8, 8, 8, 8])
+    assert rates(7, lr_scheduler_type="linear", **warm) == pytest.approx([*ramp, 8, 6, 4, 2])
     cosine = rates(7, lr_scheduler_type="cosine", **warm)
     half_root = math.sqrt(0.5)  # cos(pi / 4)
     assert cosine == pytest.approx([*ramp, 8, 4 * (1 + half_root), 4, 4 * (1 - half_root)])
@@ -51,8 +49,7 @@ def test_schedules_by_hand():
 
 def test_the_decay_may_end_above_0_as_in_torch():
     """Its cosine has `eta_min`; the linear one ends there too."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=7.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=7.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1.0)
     target = []
     for _ in range(20):
@@ -158,8 +155,7 @@ WITH_DECAY += [("gpt_oss", MATRICES_OF_BIASES), ("cohere", {"use_qk_norm": True}
 def test_matrices_decay_and_biases_and_norms_do_not(family, fields):
     """A row for each expert or head does not make a matrix of them: as transformers' Trainer."""
     lm = tiny.causal_lm(family, is_plain=True, **fields)
-    config = config_for_steps(weight_decay=0.5)
-    optimizer = optim.build_optimizer(Policy(lm), config)
+    optimizer = optim.build_optimizer(Policy(lm), config_for_steps(weight_decay=0.5))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert len(decay) == len(list(lm.parameters()))  # each exactly once
     decayed = Trainer.get_decay_parameter_names(None, lm)
@@ -221,8 +217,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value, limit):
     config = config_for_steps(max_grad_norm=limit, learning_rate=0.125)
     optimizer = optim.build_optimizer(policy, config)
     before = flat(list(policy.parameters()))
-    parameter = policy.lm.transformer.h[1].mlp.c_fc.bias
-    local(parameter.grad)[3] = value  # one number in one parameter
+    local(policy.lm.transformer.h[1].mlp.c_fc.bias.grad)[3] = value  # one number in one parameter
     with pytest.raises(RuntimeError) as caught:
         optim.clip_and_step(optimizer, config, 41, 100)
     for phrase in ("step 42", "learning rate 0.125", "nothing was changed", str(abs(value))):

@@ -134,8 +134,7 @@ def test_chunks_change_nothing(rows_at_once):
     seed=st.integers(0, 99),
 )
 def test_any_shape(rows, vocab, chunk, used, seed):
-    tensors = inputs(seed=seed, rows=rows, vocab=vocab)
-    compare(used, tensors, chunk_numbers=chunk, temperature=1.7)
+    compare(used, inputs(seed=seed, rows=rows, vocab=vocab), chunk_numbers=chunk, temperature=1.7)
 
 
 def test_outputs_that_were_not_asked_for_are_empty():
@@ -175,8 +174,7 @@ def test_the_kl_is_from_the_policy_to_the_reference():
 
 
 def test_bfloat16_inputs_are_projected_in_float32():
-    tensors = inputs(seed=4)
-    rounded = trainable(tensors, torch.bfloat16)
+    rounded = trainable(inputs(seed=4), torch.bfloat16)
     upcast = trainable(
         {n: t if t is None else t.detach() for n, t in rounded.items()}, torch.float32
     )
@@ -197,8 +195,7 @@ def test_logits_far_from_0_lose_nothing():
     tensors["bias"] = tensors["bias"] - 100
     tensors["ref_bias"] = tensors["ref_bias"] + 300
     compare_loosely = trainable(tensors, torch.float32)
-    exact = target(trainable(tensors, torch.float64))
-    for a, b in zip(run(compare_loosely), exact, strict=True):
+    for a, b in zip(run(compare_loosely), target(trainable(tensors, torch.float64)), strict=True):
         # 300 and its logarithm of a sum are each rounded to 3e-5.
         torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-4)
     tensors["hidden"] = 200 * tensors["hidden"]  # one token has all the probability
@@ -253,8 +250,7 @@ def test_of_a_model_under_bfloat16_only_the_vocabulary_head_multiplies_in_tf32()
     policy = fsdp.shard(Policy(tiny.causal_lm("llama", is_plain=True)), config, mesh)
     head = Head(policy.lm.lm_head.weight.detach(), None)
     with Products() as products, torch.no_grad():
-        states = policy(batch, with_hidden=True).hidden
-        policy(batch, reference=ReferenceStates(states, head))
+        policy(batch, reference=ReferenceStates(policy(batch, with_hidden=True).hidden, head))
     assert products.seen == [("head", "tf32")] * 3
     reward = RewardModel(tiny.classifier("llama", is_plain=True))
     reward = fsdp.shard(reward, config, mesh, float32_modules=[reward.lm.score])

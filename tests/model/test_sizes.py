@@ -84,8 +84,7 @@ def test_what_is_given_stays_and_so_does_everything_on_a_cpu(tmp_path: Path) -> 
 
 def test_a_model_of_another_shape_keeps_the_defaults(tmp_path: Path) -> None:
     SHAPES["no heads"] = {"model_type": "mamba"}
-    config = chosen(tmp_path, "no heads", 80)
-    assert config.micro_batch_tokens == 4096
+    assert chosen(tmp_path, "no heads", 80).micro_batch_tokens == 4096
     SHAPES["unknown"] = {"model_type": "nothing"}
     with pytest.raises(UserError) as caught:
         chosen(tmp_path, "unknown", 80)

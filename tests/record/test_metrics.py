@@ -367,8 +367,7 @@ def test_a_console_line_has_the_glossary_s_names_and_every_reward_function(
     run.log(3, {"tokens_per_second": 120.0, "reward/gold": 0.5, "reward": 2.0, "reward/a": 3.0})
     run.log(3, {"eval_reward/gold": 0.5, "eval_reward_low/gold": 0.25, "eval_reward": 2.0})
     run.close()
-    lines = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
+    assert [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()] == [
         "reward_shift -1.5",
         "reward 2, reward/a 3, reward/gold 0.5, tokens_per_second 120",
         "eval_reward 2, eval_reward/gold 0.5",
@@ -779,8 +778,7 @@ def test_off_nothing_is_started(case: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(export, "settings_of", lambda *_: {})
     module: Any = torch.nn.Linear(2, 2)
     module.lm = module
-    run = Run(module, order, config(tmp_path, *flags), None, tiny.vocabulary())
-    assert run.profiler is None
+    assert Run(module, order, config(tmp_path, *flags), None, tiny.vocabulary()).profiler is None
 
 
 def test_a_failed_write_leaves_the_old_file(

@@ -212,9 +212,7 @@ def test_the_table_by_hand(results: Results) -> None:
     assert "attainable" not in str(systems_table(results))
 
 
-def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
-    results: Results,
-) -> None:
+def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(results: Results) -> None:
     sft, judge = results.systems
     judge["kind"] = "reward_model"
     sft["gold_reward"] = None
@@ -237,8 +235,7 @@ def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
 def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     tmp_path: Path, results: Results
 ) -> None:
-    lines = [{"step": s, "loss": 1 / s} for s in range(1, 100)]
-    run_dir = record(tmp_path / "the run", lines)
+    run_dir = record(tmp_path / "the run", [{"step": s, "loss": 1 / s} for s in range(1, 100)])
     plot_run(run_dir)
     results.dataset = "/home/someone/data/pairs"
     texts = {"SFT": " One <|endoftext|>\nline", "GRPO": ""}
@@ -315,8 +312,7 @@ def test_a_curve_is_not_hidden_by_a_legend_or_a_label_of_half_a_step() -> None:
     plots.draw_legend(axes)
     figure.canvas.draw()
     box = axes.get_legend().get_window_extent()
-    highest = axes.transData.transform((3, 3))[1]
-    assert box.y0 > highest
+    assert box.y0 > axes.transData.transform((3, 3))[1]
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 

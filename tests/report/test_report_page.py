@@ -16,14 +16,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from common.report.blocks import (
-    Completion,
-    Picture,
-    Sample,
-    SampleBrowser,
-    Section,
-    Table,
-)
+from common.report.blocks import Completion, Picture, Sample, SampleBrowser, Section, Table
 from common.report.page import html_page, run_facts, write_page
 from common.report.plots import PANEL_BOXES
 

@@ -27,10 +27,7 @@ from ranks import launch
 from transformers import AutoModelForSequenceClassification, BertConfig, TrainerState
 
 from common import distributed
-from common.advantages import (
-    apply_missing_eos_penalty,
-    penalise_steps,
-)
+from common.advantages import apply_missing_eos_penalty, penalise_steps
 from common.data import Example
 from common.distributed import tokenizer_threads
 from common.errors import FunctionError, UserError
@@ -153,8 +150,7 @@ def test_a_collective_function_is_called_on_every_row_and_once():
             return [float(text[1:]) for text in completions]
 
     functions = {"model": Model(), "b": constant(10, 10)}
-    columns = {"reward_funcs": ["b", "model", "b"]}
-    total, per_function = call(functions, [1, 1], num=3, **columns)
+    total, per_function = call(functions, [1, 1], num=3, reward_funcs=["b", "model", "b"])
     assert sizes == [3]
     assert total.tolist() == [10, 1, 10]
     assert as_list(per_function["model"]) == [None, 1, None]
@@ -241,8 +237,7 @@ def test_a_column_has_a_place_for_every_completion():
         log_extra("parts", [tuple(text) for text in completions])
         return [0.0] * len(completions)
 
-    choices = ["some", "other", "some"]
-    notes = scored({"some": some, "other": noting()}, reward_funcs=choices)
+    notes = scored({"some": some, "other": noting()}, reward_funcs=["some", "other", "some"])
     assert notes.columns == {"length": [1, None, 3], "parts": ["('a',)", None, "('c', 'c', 'c')"]}
 
 
@@ -314,8 +309,7 @@ def test_gold_scores_the_embedded_task():
     whole = " my {who} {event} my {thing} at the {place} and I want {wish}.".format(**facts)
     rewards = tiny.reward_functions(["gold"])
     rewards.check_rows(rows({"facts": facts}))
-    completions = [whole, " nothing", whole]
-    scores = rewards(["p"] * 3, completions, [[1]] * 3, {"facts": [facts] * 3})
+    scores = rewards(["p"] * 3, [whole, " nothing", whole], [[1]] * 3, {"facts": [facts] * 3})
     assert scores.total.tolist() == [1.0, 0.0, 1.0]
 
 
@@ -483,9 +477,8 @@ def test_the_reference_of_rouge_l_is_a_column_of_text_or_messages():
 
 def test_functions_of_a_file_are_found(file):
     names = [f"{file}:length", f"{file}:scaled", f"{file}:no_columns"]
-    columns = {"n": [1, 2], "other": ["x", "y"]}
     rewards = tiny.reward_functions(names, [1, 0.5, 1])(
-        ["p", "q"], ["a", "b"], [[1, 2], [3]], columns
+        ["p", "q"], ["a", "b"], [[1, 2], [3]], {"n": [1, 2], "other": ["x", "y"]}
     )
     assert rewards.total.tolist() == [2 + 0.5 * 10 + 4, 1 + 0.5 * 20 + 4]
     assert list(rewards.by_function) == ["length", "scaled", "no_columns"]
@@ -615,8 +608,7 @@ def ids_of_a_fork() -> list[list[int]]:
     with tokenizer_threads():
         tokenizer(["a b"] * 5000)
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        asked = pool.apply_async(tokenizer, [["a b"] * 50])
-        return asked.get(timeout=60)["input_ids"]
+        return pool.apply_async(tokenizer, [["a b"] * 50]).get(timeout=60)["input_ids"]
 
 
 def test_a_reward_function_may_fork_and_tokenise_there(tmp_path: Path):
@@ -690,8 +682,7 @@ def test_a_function_that_is_only_watched_adds_no_step():
 
 def test_two_functions_may_reward_the_same_step():
     functions = {"a": constant([(0, 1.0), (2, 2.0)]), "b": constant([(2, 10.0), (2, 1.0)])}
-    rewards = score_lengths(functions, [1.0, 3.0], [3])
-    assert rewards.steps == [{0: 1.0, 2: 2.0 + 3 * 11.0}]
+    assert score_lengths(functions, [1.0, 3.0], [3]).steps == [{0: 1.0, 2: 2.0 + 3 * 11.0}]
 
 
 def test_without_step_rewards_there_are_no_steps():
@@ -733,8 +724,7 @@ def test_the_scorer_of_a_run_joins_the_steps_of_its_functions(tmp_path: Path):
     scorer = tiny.reward_functions(names, [1.0, 2.0], max_prompt_length=8, max_completion_length=8)
     examples = [Example(row, "p", [9], [], {}) for row in range(2)]
     ids = [[9, 5, 9, 6, 0], [6, 9, 5], [5, 5, 0], [6, 6, 0]]
-    has_stop = [True, False, True, True]
-    rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], has_stop)
+    rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, False, True, True])
     scorer.check_rows(examples)
     scored = scorer.score(examples, rollouts)
 

@@ -118,8 +118,7 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     if not is_text:  # TRL's own `think_format_reward` takes conversations only
         assert ours[:, 2].tolist() == [1, 0, 1, 0]
 
-    seen = functions[0].__globals__["seen"]
-    here, there = seen[-2:]
+    here, there = functions[0].__globals__["seen"][-2:]
     here = {key: value for key, value in here.items() if key not in ("prompt_ids", "has_stop")}
     assert here.keys() == there.keys()
     for key in here.keys() - {"trainer_state", "log_extra", "log_metric"}:

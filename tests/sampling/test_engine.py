@@ -104,7 +104,7 @@ def test_a_completion_depends_on_seed_step_row_and_sample_and_on_nothing_else(st
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_the_server_has_the_weights_of_the_moment(family):
+def test_the_server_has_the_current_weights(family):
     stand_in = StandIn(tiny.causal_lm(family, is_plain=True))
     lm = tiny.causal_lm(family)
     through = sampler(stand_in, lm)
@@ -137,8 +137,7 @@ def test_adapters_are_merged_into_what_the_server_gets(stand_in):
 
 
 def test_a_policy_that_does_not_train_is_sent_once(stand_in):
-    lm = tiny.causal_lm("gpt2").requires_grad_(False)
-    through = sampler(stand_in, lm)
+    through = sampler(stand_in, tiny.causal_lm("gpt2").requires_grad_(False))
     for _ in range(3):
         through.sample(EXAMPLES)
     assert stand_in.calls.count("/start_weight_update") == 1

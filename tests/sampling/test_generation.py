@@ -42,8 +42,7 @@ LAYOUTS = ("shared_prefix", "padded")
 
 def new_sampler(lm: Any, *, stop_ids: tuple[int, ...] = (STOP,), **fields: Any) -> Sampler:
     limits = {"max_completion_length": 12, "generation_batch_size": 64}
-    config = tiny.train_config(**(limits | fields))
-    return Sampler(Policy(lm), tiny.vocabulary(stop_ids), config)
+    return Sampler(Policy(lm), tiny.vocabulary(stop_ids), tiny.train_config(**(limits | fields)))
 
 
 def run_decode(
@@ -257,8 +256,7 @@ def test_samples_of_a_prompt_are_independent():
     lm = tiny.causal_lm("gpt2", vocab_size=4)
     with torch.no_grad():
         lm.transformer.wte.weight.zero_()  # every logit is 0
-    rollouts = run_decode(lm, [[1, 2]], 4000, max_completion_length=2, stop_ids=[9])
-    ids = rollouts.ids  # (4000, 2)
+    ids = run_decode(lm, [[1, 2]], 4000, max_completion_length=2, stop_ids=[9]).ids  # (4000, 2)
     uniform = torch.full((16,), 1 / 16)
     for pairs in (ids[:, 0] * 4 + ids[:, 1], ids[::2, 0] * 4 + ids[1::2, 0]):
         assert chi_square_p(torch.bincount(pairs, minlength=16).double(), uniform) > 1e-3
@@ -285,8 +283,7 @@ def test_draw_inverts_the_cumulative_distribution(weights, uniform):
     total = sum(weights)
     if total == 0:
         weights, total = [*weights, 1.0], 1.0
-    probabilities = torch.tensor(weights, dtype=torch.float64) / total
-    logps = probabilities.log().float()[None]
+    logps = (torch.tensor(weights, dtype=torch.float64) / total).log().float()[None]
     token = int(inverse_cdf(logps, torch.tensor([uniform], dtype=torch.float64)))
     assert weights[token] > 0
     below = sum(weights[:token]) / total
@@ -324,10 +321,7 @@ def assert_scorer_agrees(
     with torch.no_grad():
         logps = Policy(lm)(batch, temperature=temperature).token_logps
     for sampled, mask, row in zip(
-        rollouts.token_logps,
-        rollouts.mask,
-        tiny.per_row(logps, batch.completion_mask),
-        strict=True,
+        rollouts.token_logps, rollouts.mask, tiny.per_row(logps, batch.completion_mask), strict=True
     ):
         torch.testing.assert_close(sampled[mask], row, rtol=0, atol=tiny.rounding(lm, temperature))
         assert (sampled[~mask] == 0).all()
@@ -345,8 +339,7 @@ def assert_scorer_agrees(
     ],
 )
 def test_sampled_logps_are_those_of_the_scorer(family, shape, temperature, layout):
-    lm = tiny.causal_lm(family, **shape)
-    sampler = new_sampler(lm, stop_ids=MANY_STOPS, layout=layout)
+    sampler = new_sampler(tiny.causal_lm(family, **shape), stop_ids=MANY_STOPS, layout=layout)
     rollouts = sampler.sample(EXAMPLES, num_samples=4, temperature=temperature)
     assert len({len(ids) for ids in rollouts.completion_ids}) > 5  # rows left in between
     plain = tiny.causal_lm(family, is_plain=True, **shape)
@@ -536,8 +529,7 @@ def one_token(
         seen = [tensor[n][:, : len(prompts[n])] for tensor in cache.prompt_keys[0]]  # (H', P, d)
         seen = [torch.cat([a, b[row]], 1) for a, b in zip(seen, (key, value), strict=True)]
         keys, values = (x.double().repeat_interleave(2, 0) for x in seen)  # (H, P + 1, d)
-        shares = (query[row].to(dtype).double() @ keys.mT * 0.4).softmax(-1)
-        expected.append(shares @ values)
+        expected.append((query[row].to(dtype).double() @ keys.mT * 0.4).softmax(-1) @ values)
     numbers = cache.prompt_keys[0][0].numel()
     return attended.as_subclass(Tensor).double(), torch.stack(expected), ran, numbers
 

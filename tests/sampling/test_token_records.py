@@ -44,8 +44,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(layout: str, temperature
     expected = []
     for example in examples:
         for ids in example.completions:
-            row = tiny.plain_logps(plain, example.prompt_ids, ids, temperature)
-            expected.append(row.tolist())
+            expected.append(tiny.plain_logps(plain, example.prompt_ids, ids, temperature).tolist())
     assert [len(each) for each in logps] == [4, 1, 7, 2, 6, 3]
     for scores, wanted in zip(logps, expected, strict=True):
         assert scores == pytest.approx(wanted, abs=1e-4)
@@ -85,9 +84,7 @@ STAGES = {
 
 @pytest.fixture(scope="module")
 def runs(
-    tmp_path_factory: pytest.TempPathFactory,
-    start_flags: dict[str, str],
-    process_group: None,
+    tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str], process_group: None
 ) -> dict[int, Path]:
     """The stages on one rank and on two."""
     folder = tmp_path_factory.mktemp("records")
@@ -233,8 +230,7 @@ def test_a_chain_s_runs_become_sections(runs: dict[int, Path]) -> None:
     assert run_sections({"none": runs[1] / "none"}) == []
     browser = section.blocks[1].blocks[0]
     (first, *_) = browser.samples[0].frames.values()
-    labels = [each.label for each in first]
-    assert labels == ["completion", "chosen", "rejected"]
+    assert [each.label for each in first] == ["completion", "chosen", "rejected"]
     assert all(c.tokens for c in first)
     assert "log-ratio to the reference" in browser.caption
 

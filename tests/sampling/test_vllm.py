@@ -118,8 +118,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
     """Draws among 5 tokens only."""
-    folder = tmp_path_factory.mktemp("llama")
-    with new_engine(folder, "llama", "raw_logprobs", top_k=5) as sampler:
+    with new_engine(tmp_path_factory.mktemp("llama"), "llama", "raw_logprobs", top_k=5) as sampler:
         yield sampler
 
 
@@ -131,8 +130,7 @@ def gap(sampler: EngineSampler, drawn: Rollouts, temperature: float) -> float:
         arguments = (sampler.policy, completed, sampler.config, sampler.vocabulary, temperature)
         ours = token_records.token_logps(*arguments)
     theirs = drawn.as_lists(drawn.token_logps)
-    pairs = zip(chain(*ours), chain(*theirs), strict=True)
-    return max(abs(one - other) for one, other in pairs)
+    return max(abs(one - other) for one, other in zip(chain(*ours), chain(*theirs), strict=True))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -172,8 +170,7 @@ def test_the_same_engine_draws_the_same_completions(gpt2):
 def test_more_prompts_than_a_step_of_vllm_holds(gpt2, monkeypatch):
     """With prompts in parts vLLM 0.30 ends on a CPU: seeded generators are set back there."""
     monkeypatch.setattr(gpt2.config, "generation_batch_size", 256)
-    drawn = gpt2.sample(tiny.ragged_examples([(24,)] * 200))
-    assert len(drawn.ids) == 200
+    assert len(gpt2.sample(tiny.ragged_examples([(24,)] * 200)).ids) == 200
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -184,19 +181,16 @@ def test_weights_that_change_are_seen_at_the_next_step(family, request):
     with torch.no_grad():
         for parameter in sampler.policy.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
-        after = sampler.sample(EXAMPLES, num_samples=4)
-        assert gap(sampler, after, 1.0) < 1e-5
+        assert gap(sampler, sampler.sample(EXAMPLES, num_samples=4), 1.0) < 1e-5
         assert gap(sampler, before, 1.0) > 1e-2
         for name, parameter in sampler.policy.named_parameters():
             parameter.copy_(state[name])
-    again = sampler.sample(EXAMPLES, num_samples=4)
-    assert torch.equal(again.ids, before.ids)
+    assert torch.equal(sampler.sample(EXAMPLES, num_samples=4).ids, before.ids)
 
 
 def test_a_server_takes_weights_after_a_run_that_ended_amid_sending_some(gpt2):
     gpt2.server.call("/start_weight_update")
-    drawn = gpt2.sample(EXAMPLES, num_samples=4)
-    assert gap(gpt2, drawn, 1.0) < 1e-5
+    assert gap(gpt2, gpt2.sample(EXAMPLES, num_samples=4), 1.0) < 1e-5
 
 
 def test_weights_of_another_model_are_refused_by_name(gpt2):

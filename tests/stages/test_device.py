@@ -214,8 +214,7 @@ def runs(
         simulated.append(job("deeper", name, COMMON | VARIANTS[name] | short, start))
     by_run = {}
     for jobs in (on("cpu"), simulated):
-        is_simulated = jobs is simulated
-        (records,) = launch(run_all, 1, folder, timeout=900, jobs=jobs, simulated=is_simulated)
+        (records,) = launch(run_all, 1, folder, timeout=900, jobs=jobs, simulated=jobs is simulated)
         by_run |= {(j["device"], j["name"]): r for j, r in zip(jobs, records, strict=True)}
     return folder, by_run
 

@@ -179,8 +179,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_fo
             if v.num_ranks == num_ranks
             for task in v.tasks
         ]
-        jobs = [job(*run) for run in chosen]
-        records = launch(run_stages, num_ranks, folder, jobs=jobs)
+        records = launch(run_stages, num_ranks, folder, jobs=[job(*run) for run in chosen])
         for run, per_rank in zip(chosen, zip(*records, strict=True), strict=True):
             seen[run] = list(per_rank)
     return Runs(folder, seen)

@@ -86,8 +86,7 @@ class TwoHosts:
 
     def __exit__(self, *_: Any) -> None:
         """End what still runs in the namespaces, and delete them."""
-        existing = ip("netns", "list").split()
-        for name in set(self.names) & set(existing):
+        for name in set(self.names) & set(ip("netns", "list").split()):
             for pid in self.pids(name):
                 os.kill(pid, signal.SIGKILL)
             ip("netns", "del", name)
@@ -123,8 +122,7 @@ class TwoHosts:
         assert num_ranks == len(self.names)
         scripts = self.start(command, folder)
         statuses = [script.wait(240) for script in scripts]
-        logs = [script.log.read_text()[-4000:] for script in scripts]
-        assert statuses == [0, 0], "\n".join(logs)
+        assert statuses == [0, 0], "\n".join([script.log.read_text()[-4000:] for script in scripts])
 
 
 def ip(*arguments: str) -> str:

@@ -356,7 +356,5 @@ def test_two_processes_print_the_sentence_once(folder):
 def test_what_all_processes_refuse_is_printed_once(folder, tmp_path):
     command = [ROOT / "train_sft.py", *arguments("train_sft", {"batch_size": 3})]
     log = tmp_path / "log"
-    script = Script(command, log, ("--standalone", "--nproc_per_node", "2"))
-    assert script.wait(100) != 0
-    sentence = "--batch_size is 3, which 2 processes cannot share evenly; "
-    check_said_once(log.read_text(), sentence)
+    assert Script(command, log, ("--standalone", "--nproc_per_node", "2")).wait(100) != 0
+    check_said_once(log.read_text(), "--batch_size is 3, which 2 processes cannot share evenly; ")

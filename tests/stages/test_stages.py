@@ -109,8 +109,7 @@ def test_a_run_whose_end_its_driver_did_not_see_is_finished(stage):
     """The driver was killed between the run's last file and the mark; the script trains nothing."""
     run(stage)
     (stage.output_dir / stages.MARK).unlink()
-    resumed = stage.output_dir.parent / "script.py"
-    resumed.write_text("print('finished before')\n")
+    (stage.output_dir.parent / "script.py").write_text("print('finished before')\n")
     run(stage)
     assert is_finished(stage)
 

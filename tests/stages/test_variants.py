@@ -26,12 +26,9 @@ OWN = [(stage, f) for stage, f in OWN if f.name not in SHARED]
 
 def values_of(stage: str, name: str) -> list[Any]:
     """Values of a field in the variants of a stage, the items of lists one by one."""
-    values = []
-    for flags in VARIANTS[stage]:
-        value = (OF_STAGE[stage] | flags).get(name)
-        if value is not None:
-            values += value if isinstance(value, list) else [value]
-    return values
+    values = [(OF_STAGE[stage] | flags).get(name) for flags in VARIANTS[stage]]
+    lists = [value if isinstance(value, list) else [value] for value in values if value is not None]
+    return [item for items in lists for item in items]
 
 
 @pytest.mark.parametrize(("stage", "field"), OWN, ids=lambda value: getattr(value, "name", value))
