@@ -72,9 +72,6 @@ def piece_of(first: int, prompt_length: int, lengths: list[int], weight: int = 1
     return PromptGroup([2] * prompt_length, [[3] * n for n in lengths], slots, weight)
 
 
-# ---- one group -----------------------------------------------------------------------------------
-
-
 @given(config=CONFIGS, prompt_length=st.integers(1, 30), lengths=LENGTHS)
 def test_a_group_is_cut_into_as_few_equal_pieces_as_fit(config, prompt_length, lengths):
     whole = piece_of(10, prompt_length, lengths)
@@ -111,9 +108,6 @@ def test_a_group_by_hand():
         for tokens, target in zip((90, 89, 40, 39, 15, 1), expected, strict=True):
             assert sizes(micro_batch_tokens=tokens, **options) == target
     assert sizes(micro_batch_size=4) == [3, 3]
-
-
-# ---- packing -------------------------------------------------------------------------------------
 
 
 @given(
@@ -193,9 +187,6 @@ def test_pieces_of_other_sizes_may_share_a_batch(layout):
     assert batch.completion_mask.sum(-1).tolist() == [3, 2, 1]
 
 
-# ---- shapes that come again ----------------------------------------------------------------------
-
-
 @given(
     groups=st.lists(st.tuples(st.integers(1, 60), LENGTHS), min_size=1, max_size=40),
     is_uniform=st.booleans(),
@@ -257,9 +248,6 @@ def test_ragged_steps_have_few_shapes(num_prompts, num_completions):
             seen.add(tuple(getattr(x, "shape", x) for x in tensors if isinstance(x, int | Tensor)))
     assert len(shapes[False]) == 20
     assert len(shapes[True]) <= 5
-
-
-# ---- the rows of a step --------------------------------------------------------------------------
 
 
 def orders(lengths: list[int], batch_size: int, world_size: int, **fields: Any) -> list[BatchOrder]:

@@ -45,9 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("properties")
 
 
-# ---- batches -------------------------------------------------------------------------------------
-
-
 @settings(max_examples=15)
 @given(groups=GROUPS, layout=LAYOUTS, pad_id=st.integers(0, 60))
 def test_a_score_does_not_depend_on_what_pads_the_row(policy, groups, layout, pad_id):
@@ -67,8 +64,6 @@ def test_a_score_does_not_depend_on_what_pads_the_row(policy, groups, layout, pa
     for scores, expected in zip(batched, alone, strict=True):
         torch.testing.assert_close(scores, expected, rtol=0, atol=tiny.rounding(policy.lm))
 
-
-# ---- truncation ----------------------------------------------------------------------------------
 
 EOS = "<|endoftext|>"
 WORDS = st.sampled_from(["a", "word", "end.", "naïve", "喵喵", "🙂", "supercalifragilistic", EOS])
@@ -121,8 +116,6 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
         else:
             assert len(ids) == max_completion_length
 
-
-# ---- whatever a user gives -----------------------------------------------------------------------
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
     ["a", "a b", "\ud83d", "x \udc00 y"]  # halves of surrogate pairs

@@ -60,9 +60,6 @@ def blind_to(lm: Any, ignored: str) -> Any:
     return lm
 
 
-# ---- padding -------------------------------------------------------------------------------------
-
-
 def checked(model: nn.Module, **fields: Any) -> None:
     self_checks.only_tokens_matter(model, tiny.train_config(**(LENGTHS | fields)))
 
@@ -87,9 +84,6 @@ def test_a_model_that_ignores_positions_or_mask_is_refused(family, ignored, bf16
     ):
         with refused("padding", "position_ids or attention_mask", kind=UserError):
             checked(module, bf16=bf16, layout=layout)
-
-
-# ---- bfloat16 ------------------------------------------------------------------------------------
 
 
 def deep(family: str) -> Any:
@@ -150,9 +144,6 @@ def test_what_is_wrong_is_refused_under_the_rounding_of_bfloat16(family, layout,
     self_checks.only_tokens_matter(policy, replace(config, self_check=False))
 
 
-# ---- padding, as models read it ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("base", "make", "family", "mask"),
     [
@@ -190,8 +181,6 @@ def test_what_a_long_neighbour_changes_is_refused():
     with refused("padding", kind=UserError):
         checked(model, layout="padded")
 
-
-# ---- noise ---------------------------------------------------------------------------------------
 
 NOISY = {
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
@@ -237,9 +226,6 @@ def test_noise_of_a_model_s_own_is_refused(layout):
     checked(Policy(lm), layout="padded", self_check=False)
 
 
-# ---- stop token ----------------------------------------------------------------------------------
-
-
 def test_data_without_a_stop_token_are_refused_unless_they_are_meant_so():
     truncated = Example(0, "", [5, 6], [[7, 8, 9]], {})
     self_checks.stop_token_is_trained(PAIRS, tiny.vocabulary([STOP]), CONFIG)
@@ -266,9 +252,6 @@ def test_a_mask_inferred_from_the_pad_token_is_refused(monkeypatch):
         self_checks.stop_token_is_trained(PAIRS, tiny.vocabulary([STOP]), CONFIG)
 
 
-# ---- ranks ---------------------------------------------------------------------------------------
-
-
 def test_a_head_that_differs_between_ranks_is_refused(monkeypatch):
     """The other rank's head is played by `other`."""
     model: Any = sharded(RewardModel(tiny.classifier("llama")))
@@ -293,9 +276,6 @@ def test_a_head_that_differs_between_ranks_is_refused(monkeypatch):
             self_checks.equal_across_ranks("the reward head", head)
 
 
-# ---- DPO -----------------------------------------------------------------------------------------
-
-
 def pair_logps(policy: nn.Module) -> Tensor:
     """Log-probabilities (1, 2) of the first pair, as the stage computes them."""
     return scoring.score_examples(policy, PAIRS[:1], CONFIG, tiny.vocabulary(), "reference")
@@ -318,9 +298,6 @@ def test_dropout_in_the_policy_is_refused():
     logps = [pair_logps(model) for model in (policy, Policy(tiny.causal_lm("gpt2")))]
     with refused("ln 2"):
         self_checks.dpo_starts_at_ln_2(*logps)
-
-
-# ---- the first rollout ---------------------------------------------------------------------------
 
 
 def first_rollout(

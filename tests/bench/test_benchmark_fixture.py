@@ -185,9 +185,6 @@ def test_every_row_has_a_command():
         assert command[command.index("--max_steps") + 1] == "3"
 
 
-# ---- both chains ---------------------------------------------------------------------------------
-
-
 def system(gold: float, kl: float = 0.5) -> dict[str, object]:
     return {"rewards": {"gold": {"mean": gold}}, "kl": {"mean": kl}}
 

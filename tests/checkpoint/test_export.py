@@ -119,9 +119,6 @@ def test_what_is_no_checkpoint_or_damaged_is_refused(
         hf_folder.with_folders(tiny.train_config(model_name_or_path=str(newest)))
 
 
-# ---- the card, and the hub -----------------------------------------------------------------------
-
-
 def test_a_card_has_what_changes_results_and_no_path_of_this_machine(tmp_path: Path) -> None:
     flags = {"output_dir": str(tmp_path / "mine"), "model_name_or_path": "lab/base", "seed": 77}
     text = export.model_card(SFTConfig(**flags, dataset_name=f"{tmp_path}/my/rows"))

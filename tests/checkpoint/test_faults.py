@@ -95,8 +95,6 @@ def test_an_exploding_run_stops_before_the_update(inputs: Path, tmp_path: Path) 
         train("sft", inputs, tmp_path / "run", learning_rate=1e30, max_grad_norm=0.0)
 
 
-# ---- a user's function ---------------------------------------------------------------------------
-
 ONCE = """
 import sys
 from pathlib import Path
@@ -158,8 +156,6 @@ def test_an_evaluation_that_could_not_be_recorded_is_made_again(
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
 
-
-# ---- behind the last step ------------------------------------------------------------------------
 
 AT_THE_END = """
 from pathlib import Path

@@ -172,9 +172,6 @@ def test_an_engine_that_fails_leaves_the_pairs_and_a_warning(
     assert "not evaluated: the server is gone" in capsys.readouterr().out
 
 
-# ---- tables of samples ---------------------------------------------------------------------------
-
-
 def test_of_many_completions_of_a_prompt_the_best_the_middle_and_the_worst_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,9 +26,6 @@ from common.model import fsdp, optim
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-# ---- schedule ------------------------------------------------------------------------------------
-
-
 def rates(total_steps: int, **fields: Any) -> list[float]:
     config = tiny.train_config(**fields)
     return [optim.learning_rate(step, total_steps, config) for step in range(total_steps)]
@@ -78,9 +75,6 @@ def test_schedules_rise_to_the_peak_and_then_never_rise(total_steps, warmup_step
     assert all(a < b for a, b in zip(warm, warm[1:], strict=False))
     assert all(a >= b for a, b in zip(after, after[1:], strict=False))
     assert not after or after[0] == 1e-3
-
-
-# ---- the step ------------------------------------------------------------------------------------
 
 
 class Scalars(nn.Module):
@@ -162,9 +156,6 @@ def test_matrices_decay_and_biases_and_norms_do_not(family, fields):
     for name, parameter in lm.named_parameters():
         is_decayed = name in decayed and parameter.ndim > 1
         assert decay[id(parameter)] == (0.5 if is_decayed else 0.0), name
-
-
-# ---- the clip ------------------------------------------------------------------------------------
 
 
 class RecordingStep(torch.optim.Optimizer):

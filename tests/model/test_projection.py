@@ -204,9 +204,6 @@ def test_logits_far_from_0_lose_nothing():
     assert statistics.entropy.abs().max() < 1e-3
 
 
-# ---- products on a GPU ---------------------------------------------------------------------------
-
-
 class Products(TorchDispatchMode):
     """Notes each product of float32 matrices: with a vocabulary or not, and a GPU's precision."""
 
@@ -257,9 +254,6 @@ def test_of_a_model_under_bfloat16_only_the_vocabulary_head_multiplies_in_tf32()
     with Products() as products, torch.no_grad():
         reward(batch)
     assert products.seen == [("rest", "none")]
-
-
-# ---- memory --------------------------------------------------------------------------------------
 
 
 def peak_bytes(rows: int, vocab: int, chunk_numbers: int, with_kl: bool) -> tuple[int, int]:

@@ -92,9 +92,6 @@ def test_losses_are_the_same(runs: Path, num_ranks: int, name: str) -> None:
             assert sharded[metric] == pytest.approx(whole[metric], rel=1e-6)
 
 
-# --- what a rank holds and sends ------------------------------------------------------------------
-
-
 COLLECTIVES = ("reducescatter", "allreduce", "allgather")
 NUM_UNITS = 3  # two blocks and the root
 

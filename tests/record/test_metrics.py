@@ -49,9 +49,6 @@ def logger(output_dir: Path, start_step: int = 0, **fields: Any) -> RunLogger:
     return RunLogger(config, 100, start_step)
 
 
-# --- accumulator ---
-
-
 def test_means_weigh_by_count_not_by_micro_batch() -> None:
     sums = Accumulator("cpu")
     sums.add("loss", torch.tensor(30.0), torch.tensor(10))  # ten tokens at 3
@@ -109,9 +106,6 @@ def test_ranks_with_different_names_and_counts_agree_on_the_global_mean(tmp_path
     assert launch(reduce_on_rank, 2, tmp_path) == [expected, expected]
 
 
-# --- names ---
-
-
 @pytest.mark.parametrize("name", ["los", "reward/", "rewards/gold", "logged/", "Loss", ""])
 def test_a_name_outside_the_glossary_is_not_defined(name: str) -> None:
     assert not is_defined(name)
@@ -133,8 +127,6 @@ def test_names_in_the_code_are_defined() -> None:
     assert {*CONSOLE, *POSTFIX} <= {*METRICS, *PREFIXES}
     assert {*PHASES} <= {*METRICS}
 
-
-# --- the table of docs/metrics.md ---
 
 GLOSSARY = ROOT / "docs" / "metrics.md"
 IDENTITY = {"name", "kind", "path", "scored_by"}  # of a system: what it is, not what it measured
@@ -207,9 +199,6 @@ def test_what_evaluation_writes_of_a_system_is_in_the_table(
         assert names == names_of(f"{section}."), section
     for name in ("report.html", "report.md", "plots/reward.png"):
         assert (tmp_path / "eval" / name).is_file()
-
-
-# --- files ---
 
 
 def test_a_step_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,9 +289,6 @@ def test_other_ranks_write_and_print_nothing(
     assert capsys.readouterr() == ("", "")
 
 
-# --- time ---
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that metrics and logger read, moved by hand."""
@@ -374,9 +360,6 @@ def test_a_console_line_has_the_glossary_s_names_and_every_reward_function(
     ]
 
 
-# --- the bar ---
-
-
 def test_off_a_terminal_the_bar_writes_a_few_whole_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,9 +401,6 @@ def test_off_a_terminal_counted_items_are_whole_lines_too(capsys: Any) -> None:
     lines = capsys.readouterr().err.split("\n")
     assert all(line.startswith("reference:") and "\r" not in line for line in lines[:-1])
     assert re.search(r"50/50 .* step/s\]", lines[-2])
-
-
-# --- samples ---
 
 
 def test_samples_are_printed_and_their_history_is_kept(
@@ -483,9 +463,6 @@ def test_format_number(value: float, text: str) -> None:
     assert format_number(value) == text
 
 
-# --- wandb ---
-
-
 def test_wandb_offline_records_a_run_and_resumes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -546,9 +523,6 @@ def test_a_run_goes_on_without_wandb(
     assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-# --- tensorboard ---
-
-
 def test_tensorboard_gets_scalars_and_samples_and_a_resumed_run_hides_what_it_makes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -586,9 +560,6 @@ def test_what_cannot_be_reported_to_is_refused_before_training(
     tracking.refuse_impossible(["tensorboard"])
 
 
-# --- phases ---
-
-
 def spend(sums: Accumulator, clock: Any, name: str, seconds: float) -> None:
     with sums.timed(name):
         clock.now += seconds
@@ -613,9 +584,6 @@ def test_entries_of_a_phase_add_up_per_step(clock: SimpleNamespace) -> None:
 def test_a_name_that_is_no_phase_is_refused(name: str) -> None:
     with pytest.raises(AssertionError, match="not a phase"), Accumulator("cpu").timed(name):
         pytest.fail("the block ran")
-
-
-# --- phases on a GPU ---
 
 
 class Event:
@@ -671,17 +639,11 @@ def test_on_a_real_gpu() -> None:
     assert sums.reduce()["update_seconds"] == pytest.approx(whole, rel=0.3)
 
 
-# --- labels ---
-
-
 def test_blocks_are_labelled_only_under_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under one they are: `test_a_profile_is_a_trace_and_a_page` counts the labels."""
     monkeypatch.setattr(torch.profiler, "record_function", pytest.fail)
     with Accumulator("cpu").timed("sample_seconds"):
         pass
-
-
-# --- profiles ---
 
 
 def config(output_dir: Path, *flags: str) -> TrainConfig:

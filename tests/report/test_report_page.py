@@ -73,9 +73,6 @@ def every_block(folder: Path, text: str = "Plain") -> list[Any]:
     ]
 
 
-# --- escaping ---
-
-
 class Reader(HTMLParser):
     """Tags with their attributes, and the text outside of style and script."""
 
@@ -151,9 +148,6 @@ def test_only_safe_links_and_the_small_markdown() -> None:
     )
 
 
-# --- what is written ---
-
-
 def test_the_page_needs_no_other_file_and_is_reproducible(tmp_path: Path) -> None:
     blocks = every_block(tmp_path)
     written = write_page(tmp_path / "a", "Title", blocks, {"seed": "7"})
@@ -200,8 +194,6 @@ def test_markdown_has_the_same_content(tmp_path: Path) -> None:
     assert ["step 20", "chosen", "Plain", "at 20"] in cells
     assert ["empty", "*(empty)*"] in cells
 
-
-# --- in a browser ---
 
 # A page around the report, which stays as it is: its own policy would refuse a script of the test.
 # And a window of headless Chromium is never as narrow as a phone, but a frame in it is.

@@ -131,9 +131,6 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     assert scored.log.metrics == {"metric": [0.5]}
 
 
-# ---- reward models of conversations --------------------------------------------------------------
-
-
 ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 # Pairs of messages, whose answers begin with no space: it would merge with the line break.
 ROWS = [

@@ -51,9 +51,6 @@ def sampler(stand_in: StandIn, lm: Any, **fields: Any) -> EngineSampler:
     return engine
 
 
-# ---- what comes back -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
 def test_completions_are_those_of_our_sampler_in_shape_stop_rule_and_log_probabilities(
     stand_in, temperature, monkeypatch
@@ -98,9 +95,6 @@ def test_a_completion_depends_on_seed_step_row_and_sample_and_on_nothing_else(st
         assert again.sample(EXAMPLES, num_samples=5).completion_ids == drawn
     other_seed = sampler(stand_in, through.policy.lm, seed=1)
     assert other_seed.sample(EXAMPLES, num_samples=5).completion_ids != drawn
-
-
-# ---- weights -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -149,9 +143,6 @@ def test_large_models_are_sent_in_several_requests(stand_in, monkeypatch):
     sampler(stand_in, lm).sample(EXAMPLES)
     assert stand_in.calls.count("load_packed") > 5
     assert all(torch.equal(p, stand_in.lm.get_parameter(n)) for n, p in lm.named_parameters())
-
-
-# ---- servers that cannot be used -----------------------------------------------------------------
 
 
 def choice(answer: Any, **changes: Any) -> Any:
@@ -237,15 +228,10 @@ def test_a_server_without_the_calls_and_one_that_is_gone_are_named(stand_in, mon
         sampler(stand_in, tiny.causal_lm("gpt2"))
 
 
-# ---- flags ---------------------------------------------------------------------------------------
-
-
 def test_a_restricted_distribution_needs_log_probabilities_before_it():
     assert server.logprobs_mode(GRPOConfig(**REQUIRED, top_k=3)) == "raw_logprobs"
     assert server.logprobs_mode(GRPOConfig(**REQUIRED, temperature=0.7)) == "processed_logprobs"
 
-
-# ---- stages --------------------------------------------------------------------------------------
 
 TASK = {
     "dataset_name": "synthetic",

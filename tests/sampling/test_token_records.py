@@ -51,8 +51,6 @@ def test_log_probabilities_are_those_of_a_plain_forward(layout: str, temperature
     assert token_records.token_logps(Policy(lm), [], config, tiny.vocabulary()) == []
 
 
-# --- runs ---
-
 COMMON = SHORT_RUN | {
     "dataset_test_split": "",
     "num_sample_prompts": 2,
@@ -158,9 +156,6 @@ def test_what_a_reward_function_logs_is_recorded(runs: dict[int, Path], num_rank
     assert abs(line["loss"]) < 1
     for row in read_jsonl(runs[num_ranks] / "grpo" / "samples.jsonl"):
         assert row["logged/tokens"] == len(row["tokens"])
-
-
-# --- in a report ---
 
 
 def test_what_colours_a_token_by_hand() -> None:

@@ -201,9 +201,6 @@ def test_weights_of_another_model_are_refused_by_name(gpt2):
     assert gap(gpt2, gpt2.sample(EXAMPLES, num_samples=4), 1.0) < 1e-5
 
 
-# ---- the transport of GPUs, as far as a CPU goes -------------------------------------------------
-
-
 def test_the_transport_of_vllm_is_asked_for_by_its_arguments(monkeypatch):
     from vllm.distributed.weight_transfer import factory, nccl_engine
 
@@ -237,8 +234,6 @@ def test_the_transport_of_vllm_is_asked_for_by_its_arguments(monkeypatch):
         send()
     stand_in.close()
 
-
-# ---- stages on two processes ---------------------------------------------------------------------
 
 STEPS = {"max_steps": 3, "logging_steps": 1, "learning_rate": 3e-3}
 TASK = {
@@ -277,9 +272,6 @@ def test_two_processes_train_with_the_server_of_the_page(model, tmp_path):
             assert [line["step"] for line in lines] == [1, 2, 3]
             assert max(abs(line["sampler_kl"]) for line in lines) < 1e-5
             assert lines[0]["kl"] == pytest.approx(0, abs=1e-6) != lines[2]["kl"]
-
-
-# ---- the end -------------------------------------------------------------------------------------
 
 
 def test_a_server_that_is_gone_is_named(tmp_path):

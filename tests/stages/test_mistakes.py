@@ -199,9 +199,6 @@ def test_a_sampler_that_is_not_the_policy_is_refused(stage, flags, refusals, mon
     assert "self-check failed: sampler and trainer differ by 0.1 nats" in errors
 
 
-# ---- what looks odd and is good ------------------------------------------------------------------
-
-
 def test_the_good_input_is_not_refused(folder, monkeypatch):
     """The control: without the bad value every stage goes on to load weights."""
     for stage in STAGES:
@@ -287,9 +284,6 @@ def test_paths_may_have_spaces(folder):
     flags |= {"model_name_or_path": "a run/model", "dataset_name": "some rows.jsonl.gz"}
     flags["output_dir"] = "a second run"
     run_here("train_sft", arguments("train_sft", flags))
-
-
-# ---- as real commands ----------------------------------------------------------------------------
 
 
 def run_script(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
