@@ -219,9 +219,8 @@ def test_a_gpu_is_recorded_with_what_drives_it(tmp_path, monkeypatch):
 
 def test_an_environment_is_read_as_json(tmp_path):
     """YAML 1.1 takes other texts for numbers, and what is no JSON for a mapping."""
-    file = tmp_path / "environment.json"
     assert read_config(tmp_path, ENVIRONMENT) == {}
-    file.write_text('{"rate": 1e-5, "name": "a\\ud83d\\ude00"}')
+    (tmp_path / "environment.json").write_text('{"rate": 1e-5, "name": "a\\ud83d\\ude00"}')
     assert read_config(tmp_path, ENVIRONMENT) == {"rate": 1e-5, "name": "a\U0001f600"}
 
 

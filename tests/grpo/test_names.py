@@ -96,9 +96,8 @@ def test_a_student_comes_nearer_to_a_larger_teacher(base: Path, tmp_path: Path):
     folders = (base / "base" / "model", base / "larger" / "model")
     student, teacher = map(AutoModelForCausalLM.from_pretrained, folders)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    completions = steps[0].rollouts.completion_ids
     prompts = [e.prompt_ids for e in steps[0].examples for _ in range(4)]
-    rows = list(zip(prompts, completions, strict=True))
+    rows = list(zip(prompts, steps[0].rollouts.completion_ids, strict=True))
     with torch.no_grad():
         expected, reached = (
             [tiny.enumerated_kl(lm, teacher, *row).sum().item() for row in rows]

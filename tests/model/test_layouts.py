@@ -235,9 +235,8 @@ def test_the_last_block_computes_what_is_read_only(family):
     with torch.no_grad():
         Policy(lm)(batch)
     assert lengths == [38, 21]
-    tail = tail_by_hand(CASES["pairs"])
     is_read = torch.zeros(38, dtype=torch.bool)
-    is_read[tail] = True
+    is_read[tail_by_hand(CASES["pairs"])] = True
     assert (outputs[1][0].cpu()[~is_read] == 0).all()
     assert (outputs[1][0].cpu()[is_read] != 0).any(-1).all()
 

@@ -188,10 +188,9 @@ def flat(tensors: list[Any]) -> Tensor:
 def test_the_global_norm_is_measured_and_clipped(limit, is_clipped):
     policy, gradient = sharded_policy_with_gradient(1.0)
     optimizer = RecordingStep([p for p in policy.parameters() if p.requires_grad])
-    config = config_for_steps(max_grad_norm=limit)
     norm = torch.linalg.vector_norm(gradient)
     assert 10 < norm < 1e4
-    output = optim.clip_and_step(optimizer, config, 0, 1)
+    output = optim.clip_and_step(optimizer, config_for_steps(max_grad_norm=limit), 0, 1)
     assert float(output["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)  # before clipping
     seen = flat(optimizer.seen)
     expected = gradient * (limit / norm) if is_clipped else gradient

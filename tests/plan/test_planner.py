@@ -335,10 +335,9 @@ def test_a_gpu_holds_more_logits_at_once(shapes: Path):
 def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
     num_prompts, num_samples = 3, 16
     run = run_of(shapes, **GRPO, num_generations=num_samples)
-    lm = tiny.causal_lm("gpt2")
     prompts = [tiny.random_ids(40, seed=n) for n in range(num_prompts)]
     with torch.no_grad():
-        cache = SharedDecoder(lm, prompts, num_samples, max_length=10).cache
+        cache = SharedDecoder(tiny.causal_lm("gpt2"), prompts, num_samples, max_length=10).cache
     held = [
         x for keys in (cache.prompt_keys, cache.sample_keys) for pair in keys.values() for x in pair
     ]

@@ -135,10 +135,9 @@ def test_nothing_recorded_is_no_picture(tmp_path: Path) -> None:
 def test_other_ranks_draw_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: Results
 ) -> None:
-    run_dir = record(tmp_path / "run", [{"step": 1, "loss": 1.0}])
     monkeypatch.setattr(plots, "is_rank0", lambda: False)
     monkeypatch.setattr(evaluation_report, "is_rank0", lambda: False)
-    assert plot_run(run_dir) == []
+    assert plot_run(record(tmp_path / "run", [{"step": 1, "loss": 1.0}])) == []
     assert write_report(results, tmp_path / "eval") == []
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["metrics.jsonl", "run"]
 
@@ -298,9 +297,8 @@ def test_a_system_has_one_colour_in_every_picture(
     others = plots.system_colours(["grpo", "reward", "sft"])
     assert all(others[name] == colours[name] for name in ("sft", "grpo"))
     drawn: list[Figure] = []
-    run = record(tmp_path / "grpo", [{"step": 1, "loss": 1.0, "eval_loss": 2.0}])
     monkeypatch.setattr(plots, "save", lambda figure, *_, **__: drawn.append(figure))
-    plot_run(run)
+    plot_run(record(tmp_path / "grpo", [{"step": 1, "loss": 1.0, "eval_loss": 2.0}]))
     assert drawn[0].axes[0].get_lines()[0].get_color() == colours["grpo"]
 
 

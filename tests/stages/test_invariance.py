@@ -239,9 +239,8 @@ def test_equal_completions_get_equal_rewards() -> None:
     function.tokenizer = SimpleNamespace(pad_token_id=1)
     function.same_ids, function.limit = True, None
     function.model = lambda batch: batch.slots.float()  # 0, 1, 2, ...: another in every place
-    prompt_ids = [[5], [5], [5], [5], [6], [6]]
     completion_ids = [[7, 0], [8, 0], [7, 0], [7, 0], [7, 0], [7, 0]]
-    ids = {"completion_ids": completion_ids, "prompt_ids": prompt_ids}
+    ids = {"completion_ids": completion_ids, "prompt_ids": [[5], [5], [5], [5], [6], [6]]}
     rewards = function([""] * 6, [""] * 6, **ids, has_stop=[True] * 6)
     assert rewards == [0.0, 1.0, 0.0, 0.0, 4.0, 4.0]
 

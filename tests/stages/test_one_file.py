@@ -126,9 +126,8 @@ def new_policy(tokenizer: Any) -> Policy:
     """The random weights of the scripts."""
     shape = {name: TINY_GPT2[name] for name in TINY_GPT2.keys() - {"model_type", "architectures"}}
     shape |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = GPT2Config(**shape, vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0)
     torch.manual_seed(noise.derive_seed(0, "model initialisation"))
-    return Policy(config)
+    return Policy(GPT2Config(**shape, vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0))
 
 
 def save_models(folder: Path, tokenizer: Any) -> None:
