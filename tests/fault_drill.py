@@ -260,7 +260,6 @@ def ways_of(num_kills: int, draw: random.Random) -> list[str]:
 
 
 def row(case: Case, tally: Tally) -> str:
-    """A line of the table."""
     ended = f"{tally.identical} of {tally.runs}"
     if tally.wrong:
         ended = f"**{ended}: {'; '.join(tally.wrong)}**"

@@ -101,6 +101,5 @@ class StandIn:
         return choices[::-1]  # in no order
 
     def close(self) -> None:
-        """End it."""
         self.server.shutdown()
         self.server.server_close()

@@ -289,7 +289,6 @@ def changes(stages: Sequence[str], folder: Path, code: Path = ROOT) -> dict[str,
 
 
 def main() -> None:
-    """Record, or compare."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--stages", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--code", type=Path, help="the root of another tree: only compare")

@@ -291,7 +291,6 @@ class Comparison:
 def job_of(
     stage: str, flags: Flags, output_dir: Path, num_steps: int, paths: dict[str, str]
 ) -> Job:
-    """A variant as a run of some steps."""
     filled = COMMON | OF_STAGE[stage] | {"max_steps": num_steps} | flags
     return {"stage": stage, "flags": with_paths(filled, paths) | {"output_dir": str(output_dir)}}
 
@@ -357,7 +356,6 @@ def label(stage: str, flags: Flags) -> str:
 
 
 def row(name: str, num_ranks: int, one: Run, other: Run) -> str:
-    """A line of the table."""
     difference = compare(one, other)
     sampled = f"{difference.num_other} of {difference.num_drawn}" if difference.num_drawn else "-"
     if difference.first_step is not None:

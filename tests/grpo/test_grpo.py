@@ -80,7 +80,6 @@ def new_groups(rewards: list[list[float]], **changes: Any) -> Groups:
 
 
 def part_of(groups: Groups, indices: list[int]) -> Groups:
-    """Some of the groups."""
     places = torch.arange(groups.rewards.numel()).view_as(groups.rewards)[indices].flatten()
     examples, drawn = [groups.examples[n] for n in indices], groups.rollouts[places]
     return Groups(examples, groups.real[indices], drawn, groups.rewards[indices], {})

@@ -215,7 +215,6 @@ def weights_folder(folder: Path, name: str) -> str:
 
 
 def load_policy(folder: Path, name: str, **fields: Any) -> Policy:
-    """The model as a sharded policy."""
     config = tiny.train_config(**fields)
     path = weights_folder(folder, name)
     lm = load.load_policy(path, AutoConfig.from_pretrained(path), config)
@@ -287,7 +286,6 @@ def inspect_replica(replica: RolloutCopy, policy: Policy) -> dict[str, Any]:
 
 
 def inspect_all(models_folder: str) -> dict[str, Any]:
-    """Everything that is seen on a rank."""
     seen = {name: inspect_model(models_folder, name) for name in MODELS}
     seen["bfloat16 replica"] = inspect_bfloat16_replica(models_folder)
     seen["reward model"] = inspect_reward_model(models_folder)
@@ -410,7 +408,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> list[dict[str, Any]]:
-    """Records of two ranks."""
     return launch(inspect_all, 2, folder, models_folder=str(folder))
 
 

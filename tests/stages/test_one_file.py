@@ -147,7 +147,6 @@ def save_models(folder: Path, tokenizer: Any) -> None:
 def scripts(
     tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
 ) -> Scripts:
-    """No script has run yet."""
     folder = tmp_path_factory.mktemp("one_file")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     save_models(folder, tokenizer)
