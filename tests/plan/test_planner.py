@@ -75,7 +75,7 @@ def run_of(
     return plan.make_run(config(**(needed | flags)), on_gpu=on_gpu)
 
 
-def parts(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
+def sizes(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
     """The bytes by column at a moment."""
     (moment,) = (m for m in memory.moments(run.on(num_ranks)) if m.name == name)
     return moment.columns
@@ -94,10 +94,10 @@ def test_a_rank_holds_its_rows_of_each_parameter_rounded_up():
 
 
 def test_parameters_and_optimiser_of_one_process(shapes: Path):
-    sizes = parts(run_of(shapes), 1, "loss")
-    assert sizes["parameters"] == 4 * NUMBERS
-    assert sizes["optimiser"] == 8 * NUMBERS
-    at_end = parts(run_of(shapes, batch_size=1), 1, "gradients")
+    at_loss = sizes(run_of(shapes), 1, "loss")
+    assert at_loss["parameters"] == 4 * NUMBERS
+    assert at_loss["optimiser"] == 8 * NUMBERS
+    at_end = sizes(run_of(shapes, batch_size=1), 1, "gradients")
     assert at_end["gradients"] == 4 * (NUMBERS + VOCABULARY * WIDTH)  # the head is tied
 
 
@@ -107,46 +107,46 @@ def test_shards_are_the_chunks_that_torch_makes(
     shapes: Path, family: str, num_ranks: int, num_replicas: int
 ):
     run = run_of(shapes, family, batch_size=num_ranks, num_replicas=num_replicas)
-    sizes = parts(run, num_ranks, "loss")
+    at_loss = sizes(run, num_ranks, "loss")
     num_shards = num_ranks // num_replicas
     shard = sum(p.chunk(num_shards)[0].numel() for p in tiny.causal_lm(family).parameters())
-    assert sizes["parameters"] == 4 * shard
-    assert sizes["optimiser"] == 8 * shard
+    assert at_loss["parameters"] == 4 * shard
+    assert at_loss["optimiser"] == 8 * shard
 
 
 def test_frozen_copies_have_parameters_only(shapes: Path):
     grpo = run_of(shapes, **GRPO)
-    assert parts(grpo, 1, "loss")["parameters"] == 8 * NUMBERS
-    assert parts(grpo, 1, "loss")["optimiser"] == 8 * NUMBERS
+    assert sizes(grpo, 1, "loss")["parameters"] == 8 * NUMBERS
+    assert sizes(grpo, 1, "loss")["optimiser"] == 8 * NUMBERS
     without = run_of(shapes, **GRPO, beta=0.0)
-    assert parts(without, 1, "loss")["parameters"] == 4 * NUMBERS
+    assert sizes(without, 1, "loss")["parameters"] == 4 * NUMBERS
 
 
 def test_under_bfloat16_what_is_frozen_takes_two_bytes(shapes: Path):
     """But a reference that moves, and a base that is float32 on disk. One process has copies."""
     grpo, copied = GRPO | {"bf16": True}, 4 + 2
-    assert parts(run_of(shapes, **grpo), 1, "loss")["parameters"] == (copied + 2) * NUMBERS
+    assert sizes(run_of(shapes, **grpo), 1, "loss")["parameters"] == (copied + 2) * NUMBERS
     moving = run_of(shapes, **grpo, ref_update_steps=2)
-    assert parts(moving, 1, "loss")["parameters"] == 2 * copied * NUMBERS
-    assert parts(moving, 1, "loss")["gathered"] == 0
-    assert parts(moving, 1, "gradients")["gradients"] == copied * NUMBERS + 2 * VOCABULARY * WIDTH
+    assert sizes(moving, 1, "loss")["parameters"] == 2 * copied * NUMBERS
+    assert sizes(moving, 1, "loss")["gathered"] == 0
+    assert sizes(moving, 1, "gradients")["gradients"] == copied * NUMBERS + 2 * VOCABULARY * WIDTH
     offloaded = {"cpu_offload": True, "on_gpu": True}
     on_host = memory.host_bytes(run_of(shapes, **grpo, **offloaded))
     assert on_host[0] == (4 + 2 + 3 * 4) * NUMBERS
-    assert parts(run_of(shapes, **ROLLOUTS, bf16=True), 1, "rollout")["parameters"] == 2 * NUMBERS
+    assert sizes(run_of(shapes, **ROLLOUTS, bf16=True), 1, "rollout")["parameters"] == 2 * NUMBERS
     fields = json.loads((shapes / "gpt2.json").read_text())
     for dtype, size in (("float32", copied), ("bfloat16", 2)):
         (shapes / f"gpt2-{dtype}.json").write_text(json.dumps(fields | {"dtype": dtype}))
         run = run_of(shapes, f"gpt2-{dtype}", lora_r=4, bf16=True)
         trained = run.policy.numbers(trained=True)
-        assert parts(run, 1, "loss")["parameters"] == size * NUMBERS + copied * trained
+        assert sizes(run, 1, "loss")["parameters"] == size * NUMBERS + copied * trained
 
 
 def test_a_reference_that_scores_ahead_is_gone_when_the_policy_trains(shapes: Path):
     ahead = run_of(shapes, config=DPOConfig)
-    assert parts(ahead, 1, "loss")["parameters"] == 4 * NUMBERS
-    assert parts(ahead, 1, "reference")["parameters"] == 4 * NUMBERS
-    assert "optimiser" not in parts(ahead, 1, "reference")
+    assert sizes(ahead, 1, "loss")["parameters"] == 4 * NUMBERS
+    assert sizes(ahead, 1, "reference")["parameters"] == 4 * NUMBERS
+    assert "optimiser" not in sizes(ahead, 1, "reference")
 
 
 def test_adapters_are_those_that_peft_adds(shapes: Path):
@@ -159,23 +159,23 @@ def test_adapters_are_those_that_peft_adds(shapes: Path):
     lora.add_adapters(lm, "unused", settings)
     assert by_hand == sum(p.numel() for p in lm.parameters() if p.requires_grad)
     assert run.policy.numbers() == sum(p.numel() for p in lm.parameters())
-    sizes = parts(run, 1, "gradients")
-    assert (sizes["gradients"], sizes["optimiser"]) == (4 * by_hand, 8 * by_hand)
+    at_end = sizes(run, 1, "gradients")
+    assert (at_end["gradients"], at_end["optimiser"]) == (4 * by_hand, 8 * by_hand)
 
 
 def test_offloading_leaves_no_shard_on_a_gpu(shapes: Path):
     flags = {"cpu_offload": True, "batch_size": 2}
-    on_gpu = parts(run_of(shapes, **flags, on_gpu=True), 2, "loss")
+    on_gpu = sizes(run_of(shapes, **flags, on_gpu=True), 2, "loss")
     assert on_gpu["parameters"] == on_gpu["optimiser"] == 0
-    on_cpu = parts(run_of(shapes, **flags), 2, "loss")
+    on_cpu = sizes(run_of(shapes, **flags), 2, "loss")
     assert on_cpu["parameters"] > 0  # there it is the same memory
 
 
 @pytest.mark.parametrize(("bf16", "size"), [(False, 4), (True, 2)])
 def test_gathered_units_are_in_the_compute_dtype(shapes: Path, bf16: bool, size: int):
     run = run_of(shapes, bf16=bf16, batch_size=2)
-    assert parts(run, 2, "loss")["gathered"] == size * (ROOT + 2 * BLOCK)
-    assert parts(run_of(shapes), 1, "loss")["gathered"] == 0
+    assert sizes(run, 2, "loss")["gathered"] == size * (ROOT + 2 * BLOCK)
+    assert sizes(run_of(shapes), 1, "loss")["gathered"] == 0
 
 
 def test_gradients_of_several_micro_batches_are_whole(shapes: Path):
@@ -184,8 +184,8 @@ def test_gradients_of_several_micro_batches_are_whole(shapes: Path):
     several = run_of(shapes, batch_size=8, micro_batch_tokens=100)
     assert workload.micro_batch(several.on(2)).number == 2
     head = 4 * VOCABULARY * WIDTH
-    assert parts(one, 2, "loss")["gradients"] == head
-    assert parts(several, 2, "loss")["gradients"] == 4 * NUMBERS + head
+    assert sizes(one, 2, "loss")["gradients"] == head
+    assert sizes(several, 2, "loss")["gradients"] == 4 * NUMBERS + head
 
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (8, 1), (8, 2)])
@@ -197,19 +197,19 @@ def test_gradients_that_are_reduced_in_every_micro_batch_are_shards(
     num_shards = num_ranks // num_replicas
     shard = sum(p.chunk(num_shards)[0].numel() for p in tiny.causal_lm("gpt2").parameters())
     for name in ("loss", "backward"):
-        less = parts(whole, num_ranks, name)["gradients"]
-        less -= parts(sharded, num_ranks, name)["gradients"]
+        less = sizes(whole, num_ranks, name)["gradients"]
+        less -= sizes(sharded, num_ranks, name)["gradients"]
         assert less == 4 * (NUMBERS - shard)
     # At the end the root's: whole, what they are reduced from, and the shard before it is added.
-    end = parts(sharded, num_ranks, "gradients")["gradients"]
+    end = sizes(sharded, num_ranks, "gradients")["gradients"]
     root = [p for p in sharded.policy.root if p.ndim == 2]
     of_root = sum(-(-len(p) // num_shards) * WIDTH for p in root) + 2 * -(-WIDTH // num_shards)
     assert end == 4 * shard + 8 * ROOT + 4 * of_root
     offloaded = run_of(shapes, **flags, shard_gradients=True, cpu_offload=True)
     offloaded = replace(offloaded, on_gpu=True)
-    assert parts(offloaded, num_ranks, "loss")["gradients"] == 4 * VOCABULARY * WIDTH
+    assert sizes(offloaded, num_ranks, "loss")["gradients"] == 4 * VOCABULARY * WIDTH
     for name in ("loss", "backward", "gradients") if num_replicas == 1 else ():
-        plain = [parts(run, 1, name)["gradients"] for run in (whole, sharded)]
+        plain = [sizes(run, 1, name)["gradients"] for run in (whole, sharded)]
         assert plain[0] == plain[1]  # one process holds all of them
 
 
@@ -276,7 +276,7 @@ def test_activations_are_those_that_a_real_graph_keeps(
 def test_checkpointing_keeps_one_block_of_two(shapes: Path):
     flags = {"micro_batch_tokens": 4096, "batch_size": 512}
     every, one = (run_of(shapes, **flags, gradient_checkpointing=value) for value in (False, True))
-    kept = [parts(run, 1, "loss")["activations"] for run in (every, one)]
+    kept = [sizes(run, 1, "loss")["activations"] for run in (every, one)]
     assert kept[1] < 0.8 * kept[0]
 
 
@@ -310,23 +310,23 @@ def test_an_exact_kl_keeps_states_of_all_updates_and_the_head(shapes: Path):
     states = 4 * WIDTH * 4 * 2 * 10  # of completions' tokens
     for num_ranks, head in ((1, 0), (2, 4 * VOCABULARY * WIDTH)):
         for name in ("reference", "loss", "backward", "rollout"):
-            more = parts(exact, num_ranks, name)["activations"]
-            more -= parts(estimated, num_ranks, name)["activations"]
+            more = sizes(exact, num_ranks, name)["activations"]
+            more -= sizes(estimated, num_ranks, name)["activations"]
             assert more == states // num_ranks + head
 
 
 def test_a_gpu_holds_more_logits_at_once(shapes: Path):
     """Up to 1 GiB, a CPU up to 64 MiB; fewer rows than that have theirs only."""
-    sizes = []
+    logits = []
     for on_gpu in (False, True):
         run = run_of(shapes, on_gpu=on_gpu, batch_size=2**12, micro_batch_tokens=2**16)
         policy = replace(run.policy, vocabulary=2**16)
-        sizes += [
+        logits += [
             activations.logits_bytes(run, policy, batch, trains=True) - 4 * WIDTH * rows
             for rows in (2560, 40960)
             for batch in [workload.MicroBatch(1, 0, 0, rows / 10)]
         ]
-    assert sizes == [2**26, 2**26, 4 * 2560 * 2**16, 2**30]
+    assert logits == [2**26, 2**26, 4 * 2560 * 2**16, 2**30]
 
 
 # ---- sampling ------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_every_rank_samples_from_a_whole_copy(shapes: Path):
 
 
 def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
-    sampling = parts(run_of(shapes, **ROLLOUTS), 1, "rollout")
+    sampling = sizes(run_of(shapes, **ROLLOUTS), 1, "rollout")
     assert "optimiser" not in sampling
     assert sampling["parameters"] == 4 * NUMBERS
     names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig))]
@@ -394,11 +394,11 @@ def test_a_save_holds_a_copy_of_the_state_beside_the_step(shapes: Path):
     without = replace(run_of(shapes), process_bytes=0)
     assert "save" not in {m.name for m in memory.moments(without)}
     step_bytes = max(m.total for m in memory.moments(without) if m.name != "export")
-    saving = parts(replace(run_of(shapes, save_steps=5), process_bytes=0), 1, "save")
+    saving = sizes(replace(run_of(shapes, save_steps=5), process_bytes=0), 1, "save")
     assert saving["checkpoint"] == state
     assert sum(saving.values()) == step_bytes + state
     at_once = run_of(shapes, save_steps=5, async_save=False)
-    at_once = parts(replace(at_once, process_bytes=0), 1, "save")
+    at_once = sizes(replace(at_once, process_bytes=0), 1, "save")
     assert at_once["checkpoint"] == 0  # written from where it is
     assert sum(at_once.values()) == state  # nothing of a step
 
@@ -519,11 +519,11 @@ def test_a_reward_model_has_a_head_for_one_number(shapes: Path):
     assert run.policy.numbers() == NUMBERS + WIDTH
     assert run.policy.vocabulary == VOCABULARY
     assert run.policy.head_weights == 0
-    assert parts(run, 1, "loss")["logits"] == 0
+    assert sizes(run, 1, "loss")["logits"] == 0
     assert {m.name for m in memory.moments(run)} == {"loss", "backward", "gradients", "export"}
     # Of several micro-batches, the embedding's gradient before it is added to the sum.
     several = run_of(shapes, config=RewardConfig, **PAIRS, micro_batch_tokens=60)
-    more = parts(several, 1, "gradients")["gradients"] - parts(run, 1, "gradients")["gradients"]
+    more = sizes(several, 1, "gradients")["gradients"] - sizes(run, 1, "gradients")["gradients"]
     assert more == 4 * VOCABULARY * WIDTH
     adapters = run_of(shapes, config=RewardConfig, **PAIRS, lora_r=4)
     by_hand = LAYERS * 4 * (2 + 4 + 5 + 5) * WIDTH
