@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 from common import distributed, launch, scoring, self_checks
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import measure, records, runs, summary
+from common.evaluation import measure, records, runs
 from common.evaluation.config import EvaluateConfig, split_of
 from common.evaluation.measure import Reference
-from common.evaluation.records import EvaluationRows, PairScores, PromptRecord, Results
+from common.evaluation.records import EvaluationRows, PairScores, PromptRecord
 from common.forward import Policy
 from common.model import fsdp, load
 from common.record.run_folder import save_run_files
@@ -48,7 +48,8 @@ WRITTEN = (records.RESULTS, "report.html", "report.md", records.SCORES, records.
 
 def main(config: EvaluateConfig) -> None:
     """Score pairs and generations with every system, write the results, print the table."""
-    from common.evaluation import judges
+    from common.evaluation import judges, summary
+    from common.evaluation.results import Results, score_name, write_results
     from common.evaluation.win_rates import all_win_rates
     from common.report import evaluation_report
 
@@ -73,12 +74,11 @@ def main(config: EvaluateConfig) -> None:
 
     # Score pairs with the reward models, and the rows' own completions
     first = [path for path in policies[:1] if path in config.policies]  # in the order of a chain
-    evaluated = dict.fromkeys([*first, *models, *config.policies])
-    # Name in `table` of the scores by which the report's first table judges a system
-    score_names = {path: names[path] for path in evaluated}
+    # The score of a system in the report's first table, "" for a reward model's
+    scores = dict.fromkeys([*first, *models, *config.policies], "")
     for path, function in rewards.reward_models.items() if rows.pairs else ():
-        scores = measure.reward_scores(function, rows.pairs, vocabulary, config)
-        table.add({names[path]: scores.numpy()})
+        rewards_of_pairs = measure.reward_scores(function, rows.pairs, vocabulary, config)
+        table.add({names[path]: rewards_of_pairs.numpy()})
     with records.kept(table, [], output_dir):
         references = measure.reference_completions(
             rewards, rows.prompts, config.max_completion_length
@@ -98,8 +98,8 @@ def main(config: EvaluateConfig) -> None:
                 by_kind = measure.policy_scores(
                     logps, reference, rows.pairs, run_rewards[path], config
                 )
-                table.add({f"{names[path]} {kind}": each for kind, each in by_kind.items()})
-                score_names[path] = f"{names[path]} {next(iter(by_kind))}"
+                table.add({score_name(names[path], kind): v for kind, v in by_kind.items()})
+                scores[path] = next(iter(by_kind))
         if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing
             reference = Reference(policy, logps)
         with records.kept(table, prompt_records, output_dir):
@@ -124,14 +124,14 @@ def main(config: EvaluateConfig) -> None:
         num_generations=config.num_generations,
         attainable_accuracy=summary.attainable_accuracy(table.pairs),
         systems=[
-            summary.describe_system(path, score_name, names, models, comparison, prompt_records)
-            for path, score_name in score_names.items()
+            summary.describe_system(path, score, names, models, comparison, prompt_records)
+            for path, score in scores.items()
         ],
         comparison=comparison,
         reference_completions=summary.summarise(prompt_records, records.REFERENCE),
         win_rates=all_win_rates(prompt_records),
     )
-    records.write_results(results, output_dir)
+    write_results(results, output_dir)
     evaluation_report.write_report(results, output_dir)
     evaluation_report.log_systems(results, config)
     distributed.print_rank0(f"\n{evaluation_report.terminal_text(results, config.verbose)}\n")

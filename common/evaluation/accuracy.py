@@ -14,6 +14,16 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A mean with its 95% interval; without ends where nothing shows how prompts differ."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    count: int = 0  # of the measured values
+
+
+@dataclass(frozen=True)
 class PreferenceAccuracy:
     """Share of pairs whose chosen completion a system scores above the rejected one."""
 
@@ -22,6 +32,19 @@ class PreferenceAccuracy:
     high: float
     num_pairs: int
     num_ties: int  # pairs whose two scores are equal
+    num_prompts: int = 0
+    prompt_low: float | None = None  # of the 95% bootstrap over prompts, if there are enough
+    prompt_high: float | None = None
+
+    @property
+    def interval(self) -> Interval:
+        """The accuracy with Wilson's interval."""
+        return Interval(self.accuracy, self.low, self.high, self.num_pairs)
+
+    @property
+    def over_prompts(self) -> Interval:
+        """The accuracy with its interval over prompts."""
+        return Interval(self.accuracy, self.prompt_low, self.prompt_high, self.num_pairs)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -6,13 +6,12 @@ and `count` says how many are in. Resampling is seeded: the same values, the sam
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from common.evaluation.accuracy import Floats, finite_vector, wilson_interval
+from common.evaluation.accuracy import Floats, Interval, finite_vector, wilson_interval
 
 NUM_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0
@@ -99,7 +98,7 @@ def t_quantile(degrees: float, family: int = 1) -> float:
 
 def mean_over_prompts(
     values: Values, prompts: Sequence[Hashable], weights: Sequence[float] | None = None
-) -> dict[str, Any] | None:
+) -> Interval | None:
     """Mean of the measured values with its bootstrap interval; None without any.
 
     Of a single prompt low and high are None, here and below: nothing shows how prompts differ. The
@@ -115,10 +114,10 @@ def mean_over_prompts(
     elif clusters.any():
         sums = bootstrap_means(np.stack([measured * kept, kept], axis=1), clusters)
         low, high = percentile_interval(sums[:, 0] / sums[:, 1], mean)
-    return {"mean": mean, "low": low, "high": high, "count": measured.size}
+    return Interval(mean, low, high, measured.size)
 
 
-def share_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str, Any] | None:
+def share_over_prompts(values: Values, prompts: Sequence[Hashable]) -> Interval | None:
     """Mean of values in [0, 1] with Wilson's interval for the effective sample size.
 
     That is the number of independent successes and failures whose share would vary as much as this
@@ -140,7 +139,7 @@ def share_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str,
             effective_size = mean * (1 - mean) / variance
         z = t_quantile(sums.size - 1)
         low, high = wilson_interval(mean * effective_size, effective_size, z)
-    return {"mean": mean, "low": low, "high": high, "count": measured.size}
+    return Interval(mean, low, high, measured.size)
 
 
 def _measured(

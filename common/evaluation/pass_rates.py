@@ -6,8 +6,8 @@ A check is a judge whose rewards are all 0 or 1, such as `gsm8k`.
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from math import comb
-from typing import Any
 
+from common.evaluation.accuracy import Interval
 from common.evaluation.intervals import share_over_prompts
 
 
@@ -15,7 +15,7 @@ def pass_rates(
     rewards: Sequence[Sequence[float | None]],
     answers: Sequence[Sequence[str | None]] | None,
     prompts: Sequence[Hashable],
-) -> dict[str, Any]:
+) -> dict[str, Interval | None]:
     """The rates of N prompts with K samples each, with their intervals over prompts.
 
     Args:

@@ -14,12 +14,12 @@ samples after the first, which is the one that is compared and shown.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
@@ -163,17 +163,23 @@ def add_system(
 
 def read_completions(output_dir: Path) -> list[PromptRecord]:
     """Read `completions.jsonl`; [] without it."""
-    records = []
-    for line in read_jsonl(output_dir / COMPLETIONS):
-        line["reference"] = line["reference"] and Generation(**line["reference"])
-        line["systems"] = {name: Generation(**values) for name, values in line["systems"].items()}
-        line["verdicts"] = [Verdict(**verdict) for verdict in line["verdicts"]]
-        line["further"] = {
-            name: [Generation(**values) for values in samples]
-            for name, samples in line["further"].items()
-        }
-        records.append(PromptRecord(**line))
-    return records
+    return [typed(PromptRecord, line) for line in read_jsonl(output_dir / COMPLETIONS)]
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """JSON as a value of a type; what a dataclass has no field for is left out."""
+    arguments = get_args(kind)
+    if isinstance(kind, UnionType):  # X | None
+        return None if value is None else typed(arguments[0], value)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        fields = {name: typed(hints[name], value[name]) for name in hints if name in value}
+        return kind(**fields)  # type: ignore[operator]
+    if isinstance(value, list) and arguments:
+        return [typed(arguments[0], each) for each in value]
+    if isinstance(value, dict) and arguments:
+        return {key: typed(arguments[1], each) for key, each in value.items()}
+    return value
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -212,26 +218,3 @@ def kept(
         raise
     finally:
         write_records(table, prompt_records, output_dir)
-
-
-@dataclass
-class Results:
-    """Results of an evaluation: the content of `results.json`, which a report reads."""
-
-    dataset: str = ""
-    split: str = ""
-    num_pairs: int = 0
-    num_prompts: int = 0
-    num_generations: int = 1
-    attainable_accuracy: float | None = None  # the best that the labels allow, where it is known
-    systems: list[dict[str, Any]] = field(default_factory=list)  # as `summary.describe_system`
-    comparison: dict[str, Any] | None = None  # as `summary.compare`; None without pairs
-    reference_completions: dict[str, Any] | None = None  # as `summary.summarise`
-    win_rates: list[dict[str, Any]] = field(default_factory=list)  # as `win_rates.win_rate`
-
-
-def write_results(results: Results, output_dir: Path) -> None:
-    """Write `results.json`, on rank 0."""
-    if is_rank0():
-        text = json.dumps(asdict(results), indent=2) + "\n"
-        (output_dir / RESULTS).write_text(text, encoding="utf-8")

@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from common.evaluation import intervals
 from common.evaluation.accuracy import Floats
 from common.evaluation.records import PromptRecord, system_names
+from common.evaluation.results import LengthControlled, WinRate
 from common.losses import wins as wins_of
 
 # Of phi^2 / 2: a normal prior with standard deviation 10. Where lengths separate all verdicts phi
@@ -37,7 +38,7 @@ TOLERANCE = 1e-9
 NUMBERS_AT_ONCE = 2**21  # resamples times prompts
 
 
-def all_win_rates(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
+def all_win_rates(records: Sequence[PromptRecord]) -> list[WinRate]:
     """Every system against every earlier one and against the rows' own completions, by every judge.
 
     A judge that compared nothing of two systems is left out.
@@ -54,15 +55,8 @@ def all_win_rates(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     return [rate for rate in rates if rate]
 
 
-def win_rate(records: Sequence[PromptRecord], a: str, b: str, judge: str) -> dict[str, Any] | None:
-    """Win rate of one system against another on N prompts by a judge; None without verdicts.
-
-    Returns:
-        `win_rate` is the mean verdict, with its 95% interval `low`, `high` (None of one prompt);
-        `num_wins`, `num_ties` and `num_losses` count verdicts above, at and below one half;
-        `length_difference` is the mean of a's tokens minus b's; `length_controlled` is as in the
-        function of this name.
-    """
+def win_rate(records: Sequence[PromptRecord], a: str, b: str, judge: str) -> WinRate | None:
+    """Win rate of one system against another on N prompts by a judge; None without verdicts."""
     rows = [
         (record.prompt, wins, pair[0].num_tokens - pair[1].num_tokens)
         for record in records
@@ -72,20 +66,22 @@ def win_rate(records: Sequence[PromptRecord], a: str, b: str, judge: str) -> dic
     verdicts = [wins for _, wins, _ in rows]
     differences = [difference for _, _, difference in rows]
     share = intervals.share_over_prompts(verdicts, prompts)
-    return share and {
-        "a": a,
-        "b": b,
-        "judge": judge,
-        "win_rate": share["mean"],
-        "low": share["low"],
-        "high": share["high"],
-        "num_wins": sum(wins > 0.5 for wins in verdicts),
-        "num_ties": sum(wins == 0.5 for wins in verdicts),
-        "num_losses": sum(wins < 0.5 for wins in verdicts),
-        "num_not_judged": len(records) - len(rows),
-        "length_difference": sum(differences) / len(differences),
-        "length_controlled": length_controlled(verdicts, differences, prompts),
-    }
+    if share is None:
+        return None
+    return WinRate(
+        a,
+        b,
+        judge,
+        win_rate=share.mean,
+        low=share.low,
+        high=share.high,
+        num_wins=sum(wins > 0.5 for wins in verdicts),
+        num_ties=sum(wins == 0.5 for wins in verdicts),
+        num_losses=sum(wins < 0.5 for wins in verdicts),
+        num_not_judged=len(records) - len(rows),
+        length_difference=sum(differences) / len(differences),
+        length_controlled=length_controlled(verdicts, differences, prompts),
+    )
 
 
 def verdict(record: PromptRecord, a: str, b: str, judge: str) -> float | None:
@@ -113,7 +109,7 @@ def verdict(record: PromptRecord, a: str, b: str, judge: str) -> float | None:
 
 def length_controlled(
     verdicts: ArrayLike, length_differences: ArrayLike, clusters: Sequence[Hashable]
-) -> dict[str, float] | None:
+) -> LengthControlled | None:
     """Win rate at equal length, with a percentile bootstrap interval over clusters.
 
     Args:
@@ -122,10 +118,9 @@ def length_controlled(
         clusters: N keys, equal for comparisons that resemble each other: the prompts.
 
     Returns:
-        win_rate, its 95% interval low, high, and length_effect: phi, the log-odds of a clearly
-        longer completion, positive where longer wins. None if all differences are equal and not 0:
-        then length and quality cannot be separated. None too if all verdicts are equal, or there
-        are fewer than `MIN_PROMPTS` clusters. Every resample has the scale s of all comparisons.
+        None if all differences are equal and not 0: then length and quality cannot be separated.
+        None too if all verdicts are equal, or there are fewer than `MIN_PROMPTS` clusters. Every
+        resample has the scale s of all comparisons.
     """
     from scipy.special import expit
 
@@ -146,7 +141,7 @@ def length_controlled(
     )
     win_rate, length_effect = float(expit(fitted[0, 0])), float(fitted[0, 1])
     low, high = intervals.percentile_interval(expit(thetas), win_rate)
-    return {"win_rate": win_rate, "low": low, "high": high, "length_effect": length_effect}
+    return LengthControlled(win_rate, low, high, length_effect)
 
 
 def fit_logistic(

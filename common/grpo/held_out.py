@@ -90,7 +90,7 @@ class HeldOut:
             is_share = name in checks or name == "eval_stop_rate"
             over = intervals.share_over_prompts if is_share else intervals.mean_over_prompts
             if mean := over(rows, keys):
-                metrics |= with_interval(name, mean["mean"], mean["low"], mean["high"])
+                metrics |= with_interval(name, mean.mean, mean.low, mean.high)
         return metrics
 
     def rewards(self, rollouts: Rollouts, step: int, total_steps: int) -> dict[str, Tensor]:

@@ -6,14 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import is_rank0
-from common.evaluation.records import BASELINES, Results
+from common.evaluation.accuracy import Interval
+from common.evaluation.records import BASELINES
+from common.evaluation.results import Results
 from common.evaluation.runs import folder_of_run
 from common.record.run_folder import METRICS, short_path
 from common.record.terminal import NOT_MEASURED, folded, format_cell, grid, line_width
 from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
-from common.report.figures import held_out, main_reward, reward_functions, summary_figures
+from common.report.figures import (
+    accuracies_of,
+    held_out,
+    main_reward,
+    reward_functions,
+    summary_figures,
+)
 from common.report.page import numeric, run_facts, write_page
 from common.report.plots import system_colours
 from common.report.tables import interval_cell
@@ -44,26 +52,27 @@ def systems_table(results: Results) -> Table:
     Intervals are 95%; an en dash stands where nothing was measured, and a column of nothing else is
     left out.
     """
-    functions = reward_functions(results.systems)
+    functions, accuracies = reward_functions(results.systems), accuracies_of(results.systems)
     rows = []
     for system in results.systems:
-        if system.get("kind") == "reward_model" and not results.num_pairs:
+        if system.kind == "reward_model" and not results.num_pairs:
             continue  # it judged, and was not judged
-        rewards = system.get("rewards") or {}
-        accuracy = system.get("accuracy")
+        accuracy, rewards = accuracies[system.name], system.rewards
+        sampled = system.generations
+        kl = sampled.kl if sampled else None
         row = {
-            "stage": system["name"],
-            "accuracy % [95% CI]": interval_cell(accuracy, 100, 1, "accuracy"),
-            "accuracy by": (accuracy and system.get("scored_by")) or NOT_MEASURED,
+            "stage": system.name,
+            "accuracy % [95% CI]": interval_cell(accuracy, 100, 1),
+            "accuracy by": (accuracy and system.scored_by) or NOT_MEASURED,
             "attainable": number_cell(results.attainable_accuracy, 1, scale=100),
-            "gold reward [95% CI]": interval_cell(system.get("gold_reward"), 1, 3),
+            "gold reward [95% CI]": interval_cell(system.gold_reward, 1, 3),
             **{f"{name} [95% CI]": interval_cell(rewards.get(name), 1, 3) for name in functions},
-            "RM score [95% CI]": interval_cell(system.get("reward"), 1, 2),
-            "KL": number_cell((system.get("kl") or {}).get("mean"), 2),
-            "length": number_cell(system.get("length"), 1),
-            "stop %": number_cell(system.get("stop_rate"), 1, scale=100),
-            "minutes": number_cell(system.get("minutes"), 1),
-            "GB": number_cell(system.get("peak_memory_gb"), 2),
+            "RM score [95% CI]": interval_cell(system.reward, 1, 2),
+            "KL": number_cell(kl.mean if kl else None, 2),
+            "length": number_cell(sampled.length if sampled else None, 1),
+            "stop %": number_cell(sampled.stop_rate if sampled else None, 1, scale=100),
+            "minutes": number_cell(system.minutes, 1),
+            "GB": number_cell(system.peak_memory_gb, 2),
         }
         rows.append(row)
     shown = [name for name in rows[0] if any(row[name] != NOT_MEASURED for row in rows)]
@@ -116,23 +125,23 @@ def stacked_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], num_ke
 def conclusions(results: Results) -> str:
     """The best systems by accuracy and reward, and win rates against the first policy, in words."""
     lines = [f"{held_out(results).capitalize()}; intervals are 95%."]
-    accuracies = {system["name"]: system.get("accuracy") for system in results.systems}
+    accuracies = accuracies_of(results.systems)
     title, rewards = main_reward(results.systems)
-    accuracy = highest(accuracies, "accuracy", 100, 1)
+    accuracy = highest(accuracies, 100, 1)
     best = [
         f"Accuracy is highest for {accuracy}%{best_baseline(results)}.",
-        f"{title} is highest for {highest(rewards, 'mean', 1, 3)}.",
+        f"{title} is highest for {highest(rewards, 1, 3)}.",
     ]
     several = [sum(map(bool, values.values())) > 1 for values in (accuracies, rewards)]
     lines.append(" ".join(compress(best, several)))
     rates = results.win_rates
-    judges = list(dict.fromkeys(rate["judge"] for rate in rates))
+    judges = list(dict.fromkeys(rate.judge for rate in rates))
     judge = "gold" if "gold" in judges else next(iter(judges[::-1]), None)  # a judge function's
-    baseline = rates[0]["b"] if rates else None
+    baseline = rates[0].b if rates else None
     wins = [
-        f"{rate['a']} {interval_cell(rate, 100, 1, 'win_rate')}"
+        f"{rate.a} {interval_cell(rate.interval, 100, 1)}"
         for rate in rates
-        if rate["judge"] == judge and rate["b"] == baseline
+        if rate.judge == judge and rate.b == baseline
     ]
     if wins:
         lines.append(f"Win rate % against {baseline}, judged by {judge}: {', '.join(wins)}.")
@@ -141,16 +150,14 @@ def conclusions(results: Results) -> str:
 
 def best_baseline(results: Results) -> str:
     """The accuracy of the best baseline, in brackets; "" without pairs."""
-    systems = (results.comparison or {}).get("systems", [])
-    accuracies = {s["name"]: s["accuracy"] for s in systems if s["name"] in BASELINES}
-    return f" (best baseline: {highest(accuracies, 'accuracy', 100, 1)}%)" if accuracies else ""
+    scores = results.comparison.systems if results.comparison else ()
+    accuracies = {s.name: s.accuracy.interval for s in scores if s.name in BASELINES}
+    return f" (best baseline: {highest(accuracies, 100, 1)}%)" if accuracies else ""
 
 
-def highest(
-    intervals: Mapping[str, Mapping[str, Any] | None], key: str, scale: float, digits: int
-) -> str:
+def highest(intervals: Mapping[str, Interval | None], scale: float, digits: int) -> str:
     """The system with the highest value, or those that share it, and the value."""
-    values = {name: interval[key] for name, interval in intervals.items() if interval}
+    values = {name: interval.mean for name, interval in intervals.items() if interval}
     most = max(values.values(), default=0.0)
     names = [name for name, value in values.items() if value == most]
     return f"{' and '.join(names)}, {scale * most:.{digits}f}"
@@ -160,15 +167,17 @@ def system_numbers(results: Results) -> dict[str, float]:
     """The systems' measurements without intervals, by `<system>/<name>`."""
     numbers = {}
     for system in results.systems:
-        for name, value in {**(system.get("rewards") or {}), **system}.items():
-            if isinstance(value, Mapping):
-                value = value.get("mean", value.get("accuracy"))
+        generations = vars(system.generations) if system.generations else {}
+        accuracy = {"accuracy": system.accuracy.interval} if system.accuracy else {}
+        for name, value in {**system.rewards, **vars(system), **generations, **accuracy}.items():
+            if isinstance(value, Interval):
+                value = value.mean
             if isinstance(value, int | float):
-                numbers[f"{system['name']}/{name}"] = float(value)
-        for judge, rates in (system.get("pass_rates") or {}).items():
+                numbers[f"{system.name}/{name}"] = float(value)
+        for judge, rates in system.pass_rates.items():
             for name, rate in rates.items():
                 if rate:
-                    numbers[f"{system['name']}/{judge}/{name}"] = rate["mean"]
+                    numbers[f"{system.name}/{judge}/{name}"] = rate.mean
     return numbers
 
 
@@ -191,7 +200,7 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
     if not is_rank0():
         return []
     output_dir = Path(output_dir)
-    folders = {system["name"]: folder_of_run(system["path"])[0] for system in results.systems}
+    folders = {system.name: folder_of_run(system.path)[0] for system in results.systems}
     first = {folder: name for name, folder in reversed(folders.items())}  # of its checkpoints one
     runs = {first[run]: run for run in folders.values() if (run / METRICS).is_file()}
     pictures = summary_figures(results, system_colours(folders), output_dir / "plots")

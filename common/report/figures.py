@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.evaluation.records import Results
+from common.evaluation.accuracy import Interval
+from common.evaluation.results import Results, System
 from common.report.plots import GREY, save, style, titled_figure
 
 MODEL_SCORE = "Reward-model score of completions"
@@ -34,18 +35,22 @@ def held_out(results: Results) -> str:
     return f"held-out, {' and '.join(f'{n:,} {rows}' for rows, n in numbers.items() if n)}"
 
 
-def reward_functions(systems: Sequence[Mapping[str, Any]]) -> list[str]:
+def accuracies_of(systems: Sequence[System]) -> dict[str, Interval | None]:
+    """Each system's accuracy with Wilson's interval."""
+    return {s.name: s.accuracy.interval if s.accuracy else None for s in systems}
+
+
+def reward_functions(systems: Sequence[System]) -> list[str]:
     """The judges of completions that are neither reward models, which are systems, nor `gold`."""
-    others = {"gold", *(s["name"] for s in systems if s.get("kind") == "reward_model")}
-    judges = dict.fromkeys(judge for system in systems for judge in system.get("rewards") or {})
+    others = {"gold", *(s.name for s in systems if s.kind == "reward_model")}
+    judges = dict.fromkeys(judge for system in systems for judge in system.rewards)
     return [judge for judge in judges if judge not in others]
 
 
 def draw_accuracy(axes: Any, results: Results, colours: Mapping[str, str]) -> None:
     """Each system's accuracy, between chance and what is attainable."""
-    accuracies = {system["name"]: system.get("accuracy") for system in results.systems}
     axes.set(title="Preference accuracy, 95% interval", ylabel="% of pairs, a tie counts one half")
-    ends = draw_intervals(axes, accuracies, "accuracy", colours, "{:.1f}", scale=100)
+    ends = draw_intervals(axes, accuracies_of(results.systems), colours, "{:.1f}", scale=100)
     levels = {"chance\n50": 50.0}
     if results.attainable_accuracy is not None:
         attainable = 100 * results.attainable_accuracy
@@ -60,21 +65,19 @@ def draw_accuracy(axes: Any, results: Results, colours: Mapping[str, str]) -> No
     axes.set_ylim(min(ends) - margin, max(ends) + margin)
 
 
-def main_reward(
-    systems: Sequence[Mapping[str, Any]],
-) -> tuple[str, dict[str, Mapping[str, Any] | None]]:
+def main_reward(systems: Sequence[System]) -> tuple[str, dict[str, Interval | None]]:
     """The gold reward by system, else the first reward function, else the reward model's score.
 
     Returns:
         A title, and each system's interval; "" and {} if no system was scored by a reward.
     """
-    choices = {"Gold reward of completions": [s.get("gold_reward") for s in systems]}
+    choices = {"Gold reward of completions": [s.gold_reward for s in systems]}
     for judge in reward_functions(systems):
-        choices[f"Reward {judge!r}"] = [(s.get("rewards") or {}).get(judge) for s in systems]
-    choices[MODEL_SCORE] = [s.get("reward") for s in systems]
+        choices[f"Reward {judge!r}"] = [s.rewards.get(judge) for s in systems]
+    choices[MODEL_SCORE] = [s.reward for s in systems]
     for title, intervals in choices.items():
         if any(intervals):
-            return title, dict(zip((s["name"] for s in systems), intervals, strict=True))
+            return title, dict(zip((s.name for s in systems), intervals, strict=True))
     return "", {}
 
 
@@ -82,15 +85,14 @@ def draw_reward(axes: Any, results: Results, colours: Mapping[str, str]) -> None
     """Each system's `main_reward`, which there must be."""
     title, intervals = main_reward(results.systems)
     digits = "{:.2f}" if title == MODEL_SCORE else "{:.3f}"
-    draw_intervals(axes, intervals, "mean", colours, digits)
+    draw_intervals(axes, intervals, colours, digits)
     axes.set(title=f"{title}, 95% interval", ylabel="mean over the completions")
     axes.margins(y=0.15)
 
 
 def draw_intervals(
     axes: Any,
-    intervals: Mapping[str, Mapping[str, Any] | None],
-    key: str,
+    intervals: Mapping[str, Interval | None],
     colours: Mapping[str, str],
     number: str,
     scale: float = 1,
@@ -99,9 +101,9 @@ def draw_intervals(
     measured = {name: interval for name, interval in intervals.items() if interval}
     ends: list[float] = []
     for index, (name, interval) in enumerate(measured.items()):
-        value, errors = scale * interval[key], None
-        if interval["low"] is not None:
-            low, high = scale * interval["low"], scale * interval["high"]
+        value, errors = scale * interval.mean, None
+        if interval.low is not None and interval.high is not None:
+            low, high = scale * interval.low, scale * interval.high
             errors = [[value - low], [high - value]]
             ends += [low, high]
         dot = {"fmt": "o", "markersize": 6, "capsize": 4, "color": colours[name]}

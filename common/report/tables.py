@@ -1,14 +1,14 @@
 """Tables of an evaluation: comparisons on pairs, and generations."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from common.evaluation.accuracy import Interval, PreferenceAccuracy
 from common.evaluation.intervals import MIN_PROMPTS
-from common.evaluation.records import BASELINES, REFERENCE, Results
+from common.evaluation.records import BASELINES, REFERENCE
+from common.evaluation.results import Comparison, GenerationSummary, Results, WinRate
 from common.record.terminal import NOT_MEASURED
 from common.report.blocks import Section, Table
 
-Comparison = Mapping[str, Any]  # what `summary.compare` returns
 SMALLEST_P = 1e-4
 MOST_COMPARED = 6  # systems of which every two are a row of the table: 15 rows
 
@@ -41,33 +41,33 @@ def comparison_sections(comparison: Comparison) -> list[Section]:
 
 
 def accuracy_table(comparison: Comparison) -> Table:
-    """Accuracy of every system, with both intervals."""
+    """Accuracy of every score, with both intervals."""
     rows = []
-    for system in comparison["systems"]:
-        accuracy = system["accuracy"]
-        cells = [f"{100 * accuracy['accuracy']:.1f}", interval_cell(accuracy, 100, 1, None)]
-        cells.append(interval_cell(accuracy, 100, 1, None, prefix="prompt_"))
-        rows.append([system["name"], *cells, f"{accuracy['num_ties']:,}"])
-    size = f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts."
+    for score in comparison.systems:
+        accuracy = score.accuracy
+        cells = [f"{100 * accuracy.accuracy:.1f}", ends_cell(accuracy.interval, 100, 1)]
+        cells.append(ends_cell(accuracy.over_prompts, 100, 1))
+        rows.append([score.name, *cells, f"{accuracy.num_ties:,}"])
+    size = f"{comparison.num_pairs:,} pairs of {comparison.num_prompts:,} prompts."
     headers = ["system", "accuracy %", "Wilson", "over prompts", "ties"]
     return Table(headers, rows, f"{size} {ACCURACY_NOTE}")
 
 
 def difference_table(comparison: Comparison) -> Table:
-    """Every two systems but the baselines on the same pairs; of many, each against the best one."""
-    systems = [s for s in comparison["systems"] if s["name"] not in BASELINES]
-    names = {system["name"] for system in systems}
-    shown = [d for d in comparison["differences"] if {d["first"], d["second"]} <= names]
-    if len(systems) > MOST_COMPARED:
-        best = max(systems, key=lambda system: system["accuracy"]["accuracy"])["name"]
-        shown = [d for d in shown if best in (d["first"], d["second"])]
+    """Every two scores but the baselines on the same pairs; of many, each against the best one."""
+    scores = [score for score in comparison.systems if score.name not in BASELINES]
+    names = {score.name for score in scores}
+    shown = [d for d in comparison.differences if {d.first, d.second} <= names]
+    if len(scores) > MOST_COMPARED:
+        best = max(scores, key=lambda score: score.accuracy.accuracy).name
+        shown = [d for d in shown if best in (d.first, d.second)]
     headers = ["first - second", "points [95% CI]", "better : worse", "McNemar p"]
     rows = [
         [
-            f"{d['first']} - {d['second']}",
-            interval_cell(d, 100, 1, "difference", sign="+"),
-            f"{d['num_first_better']:,} : {d['num_second_better']:,}",
-            p_value(d["p_value"]),
+            f"{d.first} - {d.second}",
+            interval_cell(d.interval, 100, 1, sign="+"),
+            f"{d.num_first_better:,} : {d.num_second_better:,}",
+            p_value(d.p_value),
         ]
         for d in shown
     ]
@@ -75,45 +75,37 @@ def difference_table(comparison: Comparison) -> Table:
 
 
 def source_table(comparison: Comparison) -> Table:
-    """Accuracy of every system on the pairs of each source; no row without several sources."""
-    systems = [system for system in comparison["systems"] if system["accuracy_by"]]
-    sources = systems[0]["accuracy_by"]["source"] if systems else {}
-    headers = [f"{source} ({each['num_pairs']:,})" for source, each in sources.items()]
-    rows = [
-        [system["name"], *map(accuracy_cell, system["accuracy_by"]["source"].values())]
-        for system in systems
-    ]
+    """Accuracy of every score on the pairs of each source; no row without several sources."""
+    scores = [score for score in comparison.systems if score.by_source]
+    sources = scores[0].by_source if scores else {}
+    headers = [f"{source} ({each.num_pairs:,})" for source, each in sources.items()]
+    rows = [[score.name, *map(accuracy_cell, score.by_source.values())] for score in scores]
     return Table(["system", *headers], rows, SOURCE_NOTE)
 
 
-def interval_cell(
-    interval: Mapping[str, Any] | None,
-    scale: float,
-    digits: int,
-    key: str | None = "mean",
-    *,
-    prefix: str = "",
-    sign: str = "",
-) -> str:
+def interval_cell(interval: Interval | None, scale: float, digits: int, *, sign: str = "") -> str:
     """`value [low, high]` for a table, times the scale; an en dash without an interval.
 
-    `interval` has the value under the key (with None the ends are shown alone) and the ends under
-    `low` and `high` after a prefix, None without ends. The sign "+" is that of format().
+    The sign "+" is that of format().
     """
     if not interval:
         return NOT_MEASURED
-    low, high = f"{prefix}low", f"{prefix}high"
-    names = [name for name in (key, low, high) if name and interval[name] is not None]
-    numbers = {name: scale * interval[name] or 0.0 for name in names}  # never -0.0
-    cells = {name: f"{number:{sign}.{digits}f}" for name, number in numbers.items()}
-    ends = f"[{cells[low]}, {cells[high]}]" if low in cells else ""
-    return f"{cells.get(key or '', '')} {ends}".strip() or NOT_MEASURED
+    mean = f"{scale * interval.mean or 0.0:{sign}.{digits}f}"  # never -0.0
+    return mean if interval.low is None else f"{mean} {ends_cell(interval, scale, digits, sign)}"
 
 
-def accuracy_cell(accuracy: Mapping[str, Any]) -> str:
+def ends_cell(interval: Interval, scale: float, digits: int, sign: str = "") -> str:
+    """`[low, high]` for a table, as in `interval_cell`."""
+    if interval.low is None or interval.high is None:
+        return NOT_MEASURED
+    low, high = (scale * end or 0.0 for end in (interval.low, interval.high))
+    return f"[{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]"
+
+
+def accuracy_cell(accuracy: PreferenceAccuracy) -> str:
     """An accuracy with its interval over prompts; Wilson's where no resample could differ."""
-    is_alike = accuracy["accuracy"] in (0, 1) and accuracy["num_prompts"] >= MIN_PROMPTS
-    return interval_cell(accuracy, 100, 1, "accuracy", prefix="" if is_alike else "prompt_")
+    is_alike = accuracy.accuracy in (0, 1) and accuracy.num_prompts >= MIN_PROMPTS
+    return interval_cell(accuracy.interval if is_alike else accuracy.over_prompts, 100, 1)
 
 
 def p_value(p: float) -> str:
@@ -121,15 +113,7 @@ def p_value(p: float) -> str:
     return f"< {SMALLEST_P:.4f}" if p < SMALLEST_P else f"{p:.4f}"
 
 
-QUALITY = {  # key in results.json: heading, scale, digits
-    "rouge_1": ("ROUGE-1", 100, 1),
-    "rouge_2": ("ROUGE-2", 100, 1),
-    "rouge_l": ("ROUGE-L", 100, 1),
-    "kl": ("KL", 1, 2),
-    "entropy": ("entropy", 1, 2),
-    "length_interval": ("length", 1, 1),
-    "stop_rate_interval": ("stop %", 100, 1),
-}
+QUALITY = ("ROUGE-1", "ROUGE-2", "ROUGE-L", "KL", "entropy", "length", "stop %", "distinct %")
 QUALITY_NOTE = (
     "Intervals are over prompts. ROUGE is F1 with the row's own completion, times 100, without "
     "stemming. KL is log pi - log ref of the completion in nats, at temperature 1 only. Entropy is "
@@ -153,62 +137,69 @@ def generation_tables(results: Results) -> list[Table]:
 
     A table without a row is left out.
     """
-    systems = list(results.systems)
+    by_name = {s.name: s.generations for s in results.systems if s.generations}
     if results.reference_completions:
-        systems.append({**results.reference_completions, "name": REFERENCE})
-    quality = [
-        [
-            system["name"],
-            *(interval_cell(system.get(k), s, d) for k, (_, s, d) in QUALITY.items()),
-            f"{100 * system['distinct_completions']:.1f}",
-        ]
-        for system in systems
-        if system.get("distinct_completions") is not None
-    ]
-    judged = [system for system in systems if system.get("rewards")]
-    judges = list(dict.fromkeys(judge for system in judged for judge in system["rewards"]))
+        by_name[REFERENCE] = results.reference_completions
+    judges = list(dict.fromkeys(judge for each in by_name.values() for judge in each.rewards))
     rewards = [
-        [system["name"], *(interval_cell(system["rewards"].get(j), 1, 3) for j in judges)]
-        for system in judged
+        [name, *(interval_cell(each.rewards.get(judge), 1, 3) for judge in judges)]
+        for name, each in by_name.items()
+        if each.rewards
     ]
-    headings = [heading for heading, _, _ in QUALITY.values()]
     shown = [
-        Table(["system", *headings, "distinct %"], quality, QUALITY_NOTE),
+        Table(["system", *QUALITY], [quality_row(n, g) for n, g in by_name.items()], QUALITY_NOTE),
         Table(["system", *judges], rewards),
-        pass_rate_table(systems),
+        pass_rate_table(by_name),
         win_rate_table(results.win_rates),
     ]
     return [table for table in shown if table.rows]
 
 
-def pass_rate_table(systems: Sequence[Mapping[str, Any]]) -> Table:
+def quality_row(name: str, generations: GenerationSummary) -> list[str]:
+    """The cells of QUALITY for a system."""
+    rouge = (generations.rouge_1, generations.rouge_2, generations.rouge_l)
+    return [
+        name,
+        *(interval_cell(each, 100, 1) for each in rouge),
+        interval_cell(generations.kl, 1, 2),
+        interval_cell(generations.entropy, 1, 2),
+        interval_cell(generations.length_interval, 1, 1),
+        interval_cell(generations.stop_rate_interval, 100, 1),
+        f"{100 * generations.distinct_completions:.1f}",
+    ]
+
+
+def pass_rate_table(by_name: Mapping[str, GenerationSummary]) -> Table:
     """Pass rates of each system by each check."""
     checked = [
-        (system["name"], judge, rates)
-        for system in systems
-        for judge, rates in (system.get("pass_rates") or {}).items()
+        (name, judge, rates)
+        for name, generations in by_name.items()
+        for judge, rates in generations.pass_rates.items()
     ]
-    names = dict.fromkeys(name for _, _, rates in checked for name in rates)
+    rates_shown = dict.fromkeys(rate for _, _, rates in checked for rate in rates)
     rows = [
-        [system, judge, *(interval_cell(rates.get(name), 100, 1) for name in names)]
-        for system, judge, rates in checked
+        [name, judge, *(interval_cell(rates.get(rate), 100, 1) for rate in rates_shown)]
+        for name, judge, rates in checked
     ]
-    return Table(["system", "check", *(f"{name} %" for name in names)], rows, PASS_NOTE)
+    return Table(["system", "check", *(f"{rate} %" for rate in rates_shown)], rows, PASS_NOTE)
 
 
-def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Table:
-    """Every comparison of two systems by a judge, as `win_rates.win_rate` gives it."""
+def win_rate_table(win_rates: Sequence[WinRate]) -> Table:
+    """Every comparison of two systems by a judge."""
     headers = ["comparison", "judge", "win rate % [95% CI]", "at equal length % [95% CI]"]
     headers += ["wins", "ties", "losses", "not judged", "tokens longer"]
-    rows = [
-        [
-            f"{rate['a']} against {rate['b']}",
-            rate["judge"],
-            interval_cell(rate, 100, 1, "win_rate"),
-            interval_cell(rate["length_controlled"], 100, 1, "win_rate"),
-            *(str(rate[f"num_{key}"]) for key in ("wins", "ties", "losses", "not_judged")),
-            f"{rate['length_difference']:+.1f}",
-        ]
-        for rate in win_rates
-    ]
+    rows = []
+    for rate in win_rates:
+        controlled = rate.length_controlled
+        counts = (rate.num_wins, rate.num_ties, rate.num_losses, rate.num_not_judged)
+        rows.append(
+            [
+                f"{rate.a} against {rate.b}",
+                rate.judge,
+                interval_cell(rate.interval, 100, 1),
+                interval_cell(controlled.interval if controlled else None, 100, 1),
+                *map(str, counts),
+                f"{rate.length_difference:+.1f}",
+            ]
+        )
     return Table(headers, rows, WIN_RATE_NOTE)

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.evaluation.accuracy import finite_vector
+from common.evaluation.accuracy import Interval, finite_vector
 from common.evaluation.intervals import t_quantile
 from common.record.run_folder import ENVIRONMENT, read_config, read_metrics
 from common.report.blocks import Block, Section, Table
 from common.report.page import write_page
-from common.report.tables import interval_cell
+from common.report.tables import ends_cell, interval_cell
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ class SeedMean:
     @property
     def difference(self) -> str:
         """The mean with its sign and its interval; a star where that excludes 0."""
-        return interval_cell(asdict(self), 1, 2, sign="+") + (" *" if self.excludes_zero else "")
+        cell = interval_cell(Interval(self.mean, self.low, self.high), 1, 2, sign="+")
+        return cell + (" *" if self.excludes_zero else "")
 
 
 def over_seeds(values: Iterable[float], family: int = 1) -> SeedMean:
@@ -161,7 +162,7 @@ def seeds_interval(values: Sequence[float], digits: int = 2, *, is_share: bool) 
         return ""
     if is_share and not 0 <= student.low <= student.high <= 100:
         return f"({', '.join(f'{value:.{digits}f}' for value in values)})"
-    return interval_cell(asdict(student), 1, digits, None)
+    return ends_cell(Interval(student.mean, student.low, student.high), 1, digits)
 
 
 def over(

@@ -4,9 +4,9 @@ Scores are those of transformers on single texts, for reward models of any vocab
 policies in every reading; the numbers of `results.json` follow from `scores.jsonl` alone.
 """
 
-import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,8 @@ from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs, summary
 from common.evaluation.pair_scores import ImplicitReward
-from common.evaluation.records import BASELINES, PairScores, Results
+from common.evaluation.records import BASELINES, PairScores
+from common.evaluation.results import Results, System, read_results
 from common.model import load
 from common.report import evaluation_report, tables
 from common.rewards.models import RewardModelFunction
@@ -124,15 +125,15 @@ def test_every_source_is_counted_by_itself_by_hand():
     for row, source in enumerate("xxyy"):
         table.pairs[row]["source"] = source
     found = summary.compare(table)
-    a, _ = found["systems"]
-    assert (a["accuracy"]["accuracy"], a["accuracy"]["num_ties"]) == (2.5 / 4, 1)
-    by_source = {part: value["accuracy"] for part, value in a["accuracy_by"]["source"].items()}
+    a, _ = found.systems
+    assert (a.accuracy.accuracy, a.accuracy.num_ties) == (2.5 / 4, 1)
+    by_source = {part: value.accuracy for part, value in a.accuracy_by["source"].items()}
     assert by_source == {"x": 1.0, "y": 0.25}
-    assert [value["num_pairs"] for value in a["accuracy_by"]["source"].values()] == [2, 2]
-    assert set(a["accuracy_by"]) == {"source"}
-    (difference,) = found["differences"]
-    assert difference["difference"] == pytest.approx(2.5 / 4 - 3 / 4)
-    assert (difference["num_first_better"], difference["num_second_better"]) == (1, 2)
+    assert [value.num_pairs for value in a.accuracy_by["source"].values()] == [2, 2]
+    assert set(a.accuracy_by) == {"source"}
+    (difference,) = found.differences
+    assert difference.difference == pytest.approx(2.5 / 4 - 3 / 4)
+    assert (difference.num_first_better, difference.num_second_better) == (1, 2)
 
 
 def test_pairs_of_a_prompt_are_drawn_together():
@@ -142,15 +143,13 @@ def test_pairs_of_a_prompt_are_drawn_together():
     for row, line in enumerate(together.pairs):
         line["prompt_sha256"] = str(row // 5)
     found = [summary.compare(table) for table in (apart, together)]
-    narrow, wide = (each["systems"][0]["accuracy"] for each in found)
-    assert (narrow["low"], narrow["high"]) == (wide["low"], wide["high"])  # Wilson's do not know
-    assert wide["prompt_high"] - wide["prompt_low"] > 1.8 * (
-        narrow["prompt_high"] - narrow["prompt_low"]
-    )
-    assert found[1]["num_prompts"] == 12
-    (first,), (second,) = (each["differences"] for each in found)
-    assert second["high"] - second["low"] > 1.8 * (first["high"] - first["low"])
-    assert first["p_value"] == second["p_value"] == 1
+    narrow, wide = (each.systems[0].accuracy for each in found)
+    assert (narrow.low, narrow.high) == (wide.low, wide.high)  # Wilson's do not know
+    assert wide.prompt_high - wide.prompt_low > 1.8 * (narrow.prompt_high - narrow.prompt_low)
+    assert found[1].num_prompts == 12
+    (first,), (second,) = (each.differences for each in found)
+    assert second.high - second.low > 1.8 * (first.high - first.low)
+    assert first.p_value == second.p_value == 1
 
 
 def test_pairs_of_one_prompt_show_no_difference():
@@ -159,10 +158,10 @@ def test_pairs_of_one_prompt_show_no_difference():
     for line in table.pairs:
         line["prompt_sha256"] = "same"
     found = summary.compare(table)
-    accuracy = found["systems"][1]["accuracy"]
-    assert (accuracy["accuracy"], accuracy["num_prompts"], accuracy["prompt_low"]) == (0.4, 1, None)
-    (difference,) = found["differences"]
-    assert difference["low"] is None
+    accuracy = found.systems[1].accuracy
+    assert (accuracy.accuracy, accuracy.num_prompts, accuracy.prompt_low) == (0.4, 1, None)
+    (difference,) = found.differences
+    assert difference.low is None
     assert tables.difference_table(found).rows[0][1:] == ["+60.0", "12 : 0", "0.0005"]
     assert tables.accuracy_table(found).rows[1][3] == "\N{EN DASH}"
     assert tables.accuracy_cell(accuracy) == "40.0"
@@ -199,13 +198,13 @@ def test_tables_show_every_system_and_its_numbers():
         "Differences on the same pairs",
         "Accuracy by source",
     ]
-    accuracy = found["systems"][0]["accuracy"]
+    accuracy = found.systems[0].accuracy
     first = by_title["Preference accuracy of every system"].rows[0]
-    assert first[:2] == ["rm3", f"{100 * accuracy['accuracy']:.1f}"]
+    assert first[:2] == ["rm3", f"{100 * accuracy.accuracy:.1f}"]
     ((pair, gain, *_),) = by_title["Differences on the same pairs"].rows
     assert pair == "rm3 - lm3"
-    assert gain.startswith(f"{100 * found['differences'][0]['difference']:+.1f}")
-    results = Results(systems=[{"name": "rm3"}], comparison=found)
+    assert gain.startswith(f"{100 * found.differences[0].difference:+.1f}")
+    results = Results(systems=[System("rm3", "policy", "a/model")], comparison=found)
     text = evaluation_report.terminal_text(results, verbose=True)
     assert all(row[0] in text and row[1] in text for t in by_title.values() for row in t.rows)
     assert tables.p_value(0.00001) == "< 0.0001"
@@ -218,10 +217,10 @@ def test_of_many_systems_each_is_compared_with_the_best_and_baselines_with_none(
     table.scores |= dict(zip(names, draws, strict=True))
     found = summary.compare(table)
     shown = tables.difference_table(found).rows
-    best = max(found["systems"], key=lambda s: s["accuracy"]["accuracy"])["name"]
+    best = max(found.systems, key=lambda score: score.accuracy.accuracy).name
     assert len(shown) == 7
     assert all(best in row[0].split(" - ") for row in shown)
-    few = {**found, "systems": [s for s in found["systems"] if s["name"] in ("rm0", *BASELINES)]}
+    few = replace(found, systems=[s for s in found.systems if s.name in ("rm0", *BASELINES)])
     titles = [part.title for part in tables.comparison_sections(few)]
     assert "Differences on the same pairs" not in titles
 
@@ -271,9 +270,9 @@ def evaluation(folders: Path) -> Path:
 
 
 def test_the_file_alone_gives_every_number_again_and_the_report_shows_them(evaluation: Path):
-    results = json.loads((evaluation / "results.json").read_text())
+    results = read_results(evaluation / "results.json")
     table = records.read_scores(evaluation / "scores.jsonl")
-    assert json.loads(json.dumps(summary.compare(table))) == results["comparison"]
+    assert summary.compare(table) == results.comparison
     assert list(table.scores) == [
         "reward",
         "foreign",
@@ -287,14 +286,14 @@ def test_the_file_alone_gives_every_number_again_and_the_report_shows_them(evalu
         name: np.mean([float(c > r) + 0.5 * (c == r) for c, r in scores])
         for name, scores in table.scores.items()
     }
-    compared = {s["name"]: s["accuracy"]["accuracy"] for s in results["comparison"]["systems"]}
+    compared = {score.name: score.accuracy.accuracy for score in results.comparison.systems}
     assert compared == pytest.approx(by_hand)
-    main_rows = {s["name"]: s["accuracy"]["accuracy"] for s in results["systems"]}
+    main_rows = {s.name: s.accuracy.accuracy for s in results.systems}
     first = {"sft": "sft logp", "dpo": "dpo implicit_reward"}
     assert main_rows == pytest.approx({n: by_hand[first.get(n, n)] for n in main_rows})
     assert set(main_rows) == {"reward", "foreign", "sft", "dpo"}
     report = (evaluation / "report.md").read_text()
-    sections = tables.comparison_sections(results["comparison"])
+    sections = tables.comparison_sections(results.comparison)
     assert all(section.title in report for section in sections)
 
 

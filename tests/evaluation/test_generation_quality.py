@@ -6,7 +6,7 @@ the file; the same lines from 1 and from 2 ranks.
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from common.errors import UserError
 from common.evaluation import measure, records, summary
 from common.evaluation.intervals import mean_over_prompts
 from common.evaluation.records import BASELINES, REFERENCE, PairScores, read_scores
+from common.evaluation.results import read_results, write_results
 from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load
@@ -190,12 +191,15 @@ def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
 def test_every_number_is_a_function_of_the_file(folder, results):
     answers = records.read_completions(folder / "one")
     assert len(answers) == len(ROWS)
-    for system in results["systems"]:
-        if system["kind"] == "policy":
-            means = summary.summarise(answers, system["name"])
-            assert {key: system[key] for key in means} == means
-    assert results["reference_completions"] == summary.summarise(answers, REFERENCE)
-    assert results["win_rates"] == all_win_rates(answers)
+    file = folder / "one" / "results.json"
+    again = read_results(file)
+    for system in again.systems:
+        assert system.generations == summary.summarise(answers, system.name)
+    assert again.reference_completions == summary.summarise(answers, REFERENCE)
+    assert again.win_rates == all_win_rates(answers)
+    write_results(again, folder)
+    assert (folder / "results.json").read_text() == file.read_text()
+    assert json.loads(file.read_text()) == results
     records.write_records(PairScores([]), answers, folder)
     written = [(path / "completions.jsonl").read_bytes() for path in (folder, folder / "one")]
     assert written[0] == written[1]
@@ -351,7 +355,7 @@ def test_several_samples_of_rows_without_pairs(folder, lines, monkeypatch):
         assert len({tuple(own.completion_ids) for own in every}) > len(answers)
         assert system["length"] == pytest.approx(np.mean([own.num_tokens for own in every]))
         prompts = [row.prompt for row in answers for _ in range(3)]
-        assert system["kl"] == mean_over_prompts([own.kl for own in every], prompts)
+        assert system["kl"] == asdict(mean_over_prompts([own.kl for own in every], prompts))
         assert system["kl"]["count"] == 3 * len(answers)
         passed = [[own.rewards["short"] for own in group] for group in groups if group]
         known = np.array([own for own in passed if None not in own])

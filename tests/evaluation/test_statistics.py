@@ -15,7 +15,7 @@ import torch
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.proportion import proportion_confint
 
-from common.evaluation.accuracy import outcomes, preference_accuracy, wilson_interval
+from common.evaluation.accuracy import Interval, outcomes, preference_accuracy, wilson_interval
 from common.evaluation.intervals import (
     bootstrap_means,
     cluster_numbers,
@@ -23,7 +23,7 @@ from common.evaluation.intervals import (
     percentile_interval,
 )
 from common.evaluation.summary import mcnemar_p_value, paired_differences
-from common.report.tables import interval_cell
+from common.report.tables import ends_cell, interval_cell
 
 
 def test_no_interval_leaves_out_what_it_is_of() -> None:
@@ -146,14 +146,13 @@ def test_resamples_of_single_clusters_are_those_of_the_observations() -> None:
 
 
 def test_an_interval_is_shown_with_what_is_known_of_it() -> None:
-    found = {"mean": 0.5, "low": 0.4, "high": 0.6, "prompt_low": None, "prompt_high": None}
-    assert interval_cell(found, 100, 1) == "50.0 [40.0, 60.0]"
-    assert interval_cell(found, 100, 1, None) == "[40.0, 60.0]"
-    assert interval_cell(found, 100, 1, prefix="prompt_") == "50.0"
-    assert interval_cell(found, 100, 1, None, prefix="prompt_") == "\N{EN DASH}"
+    whole, alone = Interval(0.5, 0.4, 0.6), Interval(0.5, None, None)
+    assert interval_cell(whole, 100, 1) == "50.0 [40.0, 60.0]"
+    assert ends_cell(whole, 100, 1) == "[40.0, 60.0]"
+    assert interval_cell(alone, 100, 1) == "50.0"
+    assert ends_cell(alone, 100, 1) == "\N{EN DASH}"
     assert interval_cell(None, 1, 2) == "\N{EN DASH}"
-    change = {"gain": -0.0, "low": -1.0, "high": 2.0}
-    assert interval_cell(change, 1, 1, "gain", sign="+") == "+0.0 [-1.0, +2.0]"
+    assert interval_cell(Interval(-0.0, -1.0, 2.0), 1, 1, sign="+") == "+0.0 [-1.0, +2.0]"
 
 
 # ---- two systems on the same pairs ---------------------------------------------------------------
@@ -193,8 +192,8 @@ def test_the_paired_interval_covers_the_truth_and_is_narrower_than_an_unpaired_o
     for _ in range(120):
         wins, clusters = simulated(generator, 60, 8, 0.04)
         (found,) = paired_differences(wins, clusters)
-        covered += found["low"] <= 0.04 <= found["high"]
-        paired.append(found["high"] - found["low"])
+        covered += found.low <= 0.04 <= found.high
+        paired.append(found.high - found.low)
         squares = 0.0
         for values in wins.values():
             means = bootstrap_means(values[:, None], clusters)[:, 0]
@@ -221,8 +220,8 @@ def test_a_few_prompts_have_no_interval(num_prompts: int) -> None:
     clusters = np.repeat(np.arange(num_prompts), 50)
     wins = {"a": np.ones(clusters.size), "b": np.zeros(clusters.size)}
     (found,) = paired_differences(wins, clusters)
-    assert (found["low"], found["high"]) == (None, None)
-    assert found["p_value"] < 1e-10
+    assert (found.low, found.high) == (None, None)
+    assert found.p_value < 1e-10
 
 
 def test_ties_favour_whoever_counts_more() -> None:
@@ -231,9 +230,9 @@ def test_ties_favour_whoever_counts_more() -> None:
         "b": np.array([0.5, 0.0, 0.5, 0.5, 1.0, 1.0]),
     }
     (found,) = paired_differences(wins, np.arange(6))
-    assert (found["first"], found["second"]) == ("a", "b")
-    assert (found["num_first_better"], found["num_second_better"]) == (2, 2)
-    assert (found["difference"], found["p_value"]) == (0, 1)
+    assert (found.first, found.second) == ("a", "b")
+    assert (found.num_first_better, found.num_second_better) == (2, 2)
+    assert (found.difference, found.p_value) == (0, 1)
 
 
 def test_every_two_systems_are_compared_once_with_the_sign_of_the_first() -> None:
@@ -243,10 +242,10 @@ def test_every_two_systems_are_compared_once_with_the_sign_of_the_first() -> Non
         for name, share in {"a": 0.9, "b": 0.6, "c": 0.5}.items()
     }
     found = paired_differences(wins, np.arange(400))
-    assert [(d["first"], d["second"]) for d in found] == [("a", "b"), ("a", "c"), ("b", "c")]
+    assert [(d.first, d.second) for d in found] == [("a", "b"), ("a", "c"), ("b", "c")]
     for d in found:
-        assert d["difference"] == pytest.approx(wins[d["first"]].mean() - wins[d["second"]].mean())
-        assert d["low"] < d["difference"] < d["high"]
-    assert found[0]["low"] > 0
-    assert found[0]["num_first_better"] > found[0]["num_second_better"]
+        assert d.difference == pytest.approx(wins[d.first].mean() - wins[d.second].mean())
+        assert d.low < d.difference < d.high
+    assert found[0].low > 0
+    assert found[0].num_first_better > found[0].num_second_better
     assert paired_differences({"a": wins["a"]}, np.arange(400)) == []

@@ -15,6 +15,7 @@ from scipy import stats
 from scipy.optimize import minimize
 from statsmodels.stats.proportion import proportion_confint
 
+from common.evaluation.accuracy import Interval
 from common.evaluation.intervals import mean_over_prompts, share_over_prompts
 from common.evaluation.pass_rates import majority, pass_at, pass_rates
 from common.evaluation.records import REFERENCE, Generation, PromptRecord, Verdict
@@ -54,16 +55,15 @@ def by_reward(answers: list[PromptRecord], a: str, b: str) -> list[float | None]
 
 
 def test_wins_ties_and_losses_by_hand():
-    rates = {(rate["a"], rate["b"]): rate for rate in all_win_rates(ANSWERS)}
+    rates = {(rate.a, rate.b): rate for rate in all_win_rates(ANSWERS)}
     assert list(rates) == [("dpo", "sft"), ("sft", REFERENCE), ("dpo", REFERENCE)]
     rate = rates["dpo", "sft"]
-    assert rate["judge"] == "rm"
-    counts = [rate[f"num_{key}"] for key in ("wins", "ties", "losses", "not_judged")]
-    assert counts == [2, 1, 1, 1]
-    assert rate["win_rate"] == pytest.approx(2.5 / 4)
-    assert rate["length_difference"] == pytest.approx((4 + 1 + 2 + 6) / 4)
+    assert rate.judge == "rm"
+    assert (rate.num_wins, rate.num_ties, rate.num_losses, rate.num_not_judged) == (2, 1, 1, 1)
+    assert rate.win_rate == pytest.approx(2.5 / 4)
+    assert rate.length_difference == pytest.approx((4 + 1 + 2 + 6) / 4)
     assert by_reward(ANSWERS, "sft", REFERENCE) == [None, 1, 0, 0.5, None]
-    assert rates["sft", REFERENCE]["num_not_judged"] == 2
+    assert rates["sft", REFERENCE].num_not_judged == 2
     assert by_reward(ANSWERS, "dpo", REFERENCE) == [None, 1, 0, None, None]
 
 
@@ -84,10 +84,10 @@ def test_given_verdicts_are_read_from_either_side():
         row(3, None, **own, verdicts=[Verdict("sft", "dpo", "ben", 0.5)]),
     ]
     anna, ben = all_win_rates(answers)
-    assert (anna["a"], anna["b"], anna["judge"]) == ("dpo", "sft", "anna")
-    assert anna["win_rate"] == pytest.approx((1 + 0 + 0.75) / 3)
-    assert [anna[f"num_{k}"] for k in ("wins", "ties", "losses", "not_judged")] == [2, 0, 1, 1]
-    assert (ben["judge"], ben["num_ties"], ben["num_not_judged"]) == ("ben", 1, 3)
+    assert (anna.a, anna.b, anna.judge) == ("dpo", "sft", "anna")
+    assert anna.win_rate == pytest.approx((1 + 0 + 0.75) / 3)
+    assert (anna.num_wins, anna.num_ties, anna.num_losses, anna.num_not_judged) == (2, 0, 1, 1)
+    assert (ben.judge, ben.num_ties, ben.num_not_judged) == ("ben", 1, 3)
 
 
 def test_nothing_to_compare_is_no_comparison():
@@ -116,7 +116,7 @@ def test_the_interval_is_wilson_s_with_student_s_quantile(values, rows_each, win
     found = share_over_prompts(values, prompts)
     alpha = 2 * stats.norm.sf(stats.t.ppf(0.975, len(set(prompts)) - 1))
     expected = proportion_confint(wins, total, alpha=alpha, method="wilson")
-    assert (found["low"], found["high"]) == pytest.approx(expected, abs=1e-9)
+    assert (found.low, found.high) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("num_prompts", [2, 3, 5, 10])
@@ -138,11 +138,11 @@ def test_of_a_few_prompts_the_interval_covers_still(num_prompts, rows_each):
 
 def test_one_prompt_has_no_interval():
     one = share_over_prompts([1.0, 0.0], ["a", "a"])
-    assert (one["mean"], one["low"], one["high"]) == (0.5, None, None)
+    assert (one.mean, one.low, one.high) == (0.5, None, None)
     assert interval_cell(one, 100, 1) == "50.0"
     for prompts in (["x"], ["x", "x"]):
         found = mean_over_prompts([1.0, 3.0][: len(prompts)], prompts)
-        assert (found["low"], found["high"]) == (None, None)
+        assert (found.low, found.high) == (None, None)
 
 
 def coverage(generator: np.random.Generator, draw: Any, truth: float) -> tuple[float, float]:
@@ -151,8 +151,8 @@ def coverage(generator: np.random.Generator, draw: Any, truth: float) -> tuple[f
     for _ in range(1000):
         values, prompts = draw(generator)
         found = share_over_prompts(values.tolist(), prompts.tolist())
-        held += found["low"] <= truth <= found["high"]
-        width += (found["high"] - found["low"]) / 1000
+        held += found.low <= truth <= found.high
+        width += (found.high - found.low) / 1000
     return held / 1000, width
 
 
@@ -180,7 +180,7 @@ def test_rows_of_a_prompt_widen_the_interval_and_it_covers_still():
 
 def test_what_was_not_measured_is_left_out_of_a_mean():
     found = mean_over_prompts([1.0, None, 3.0], ["x", "x", "y"])
-    assert (found["mean"], found["count"]) == (2.0, 2)
+    assert (found.mean, found.count) == (2.0, 2)
     assert mean_over_prompts([None], ["x"]) is None
     assert share_over_prompts([None], ["x"]) is None
     assert mean_over_prompts([None], ["x"], [3]) is None
@@ -188,18 +188,18 @@ def test_what_was_not_measured_is_left_out_of_a_mean():
 
 def test_a_mean_over_tokens_weighs_long_completions_more():
     found = mean_over_prompts([1.0, 4.0, None], ["x", "y", "z"], [30, 10, 99])
-    assert found["mean"] == pytest.approx((30 * 1 + 10 * 4) / 40)
-    assert (found["low"], found["high"]) == (1.0, 4.0)
+    assert found.mean == pytest.approx((30 * 1 + 10 * 4) / 40)
+    assert (found.low, found.high) == (1.0, 4.0)
     one_prompt = mean_over_prompts([1.0, 4.0], ["x", "x"], [30, 10])
-    assert one_prompt == {"mean": pytest.approx(1.75), "low": None, "high": None, "count": 2}
+    assert one_prompt == Interval(pytest.approx(1.75), None, None, 2)
 
 
 def test_prompts_that_repeat_are_drawn_together():
     values = np.random.default_rng(2).normal(size=50)
     alone = mean_over_prompts(values.tolist(), list(range(50)))
     twice = mean_over_prompts(np.tile(values, 2).tolist(), 2 * list(range(50)))
-    assert twice["mean"] == pytest.approx(alone["mean"])
-    width = [own["high"] - own["low"] for own in (alone, twice)]
+    assert twice.mean == pytest.approx(alone.mean)
+    width = [own.high - own.low for own in (alone, twice)]
     assert width[1] == pytest.approx(width[0], rel=0.05)  # two copies tell no more than one
 
 
@@ -229,9 +229,9 @@ def test_the_estimate_is_that_of_statsmodels():
     wins[:300] = 0.5  # ties and probabilities are allowed
     found = length_controlled(wins, differences, range(3000))
     theta, phi = glm(wins, differences)
-    assert found["win_rate"] == pytest.approx(1 / (1 + np.exp(-theta)), abs=1e-5)
-    assert found["length_effect"] == pytest.approx(phi, abs=1e-3)
-    assert wins.mean() - found["win_rate"] > 0.08  # and is another one than the plain win rate
+    assert found.win_rate == pytest.approx(1 / (1 + np.exp(-theta)), abs=1e-5)
+    assert found.length_effect == pytest.approx(phi, abs=1e-3)
+    assert wins.mean() - found.win_rate > 0.08  # and is another one than the plain win rate
 
 
 def test_every_weighting_is_fitted_as_alone():
@@ -265,9 +265,9 @@ def test_lengths_that_tell_all_verdicts_apart_leave_it_finite(sign):
     covariate = np.tanh(differences / differences.std())
     theta, phi = penalised(covariate, wins, np.ones(wins.size))
     assert phi > 3
-    assert found["length_effect"] == pytest.approx(phi, rel=1e-4)
-    assert found["win_rate"] == pytest.approx(1 / (1 + np.exp(-theta)), abs=1e-4)
-    assert 0 <= found["low"] <= found["win_rate"] <= found["high"] <= 1
+    assert found.length_effect == pytest.approx(phi, rel=1e-4)
+    assert found.win_rate == pytest.approx(1 / (1 + np.exp(-theta)), abs=1e-4)
+    assert 0 <= found.low <= found.win_rate <= found.high <= 1
 
 
 def test_who_always_wins_has_no_win_rate_at_equal_length():
@@ -284,7 +284,7 @@ def test_few_prompts_have_no_interval():
 
 def test_where_lengths_do_not_differ_nothing_is_corrected():
     wins = np.array([1.0, 1.0, 0.0, 0.5] * 3)
-    assert length_controlled(wins, np.zeros(12), range(12))["win_rate"] == pytest.approx(2.5 / 4)
+    assert length_controlled(wins, np.zeros(12), range(12)).win_rate == pytest.approx(2.5 / 4)
     assert length_controlled(wins, np.full(12, 3.0), range(12)) is None  # nor can be
 
 
@@ -294,8 +294,8 @@ def test_the_interval_covers_the_win_rate_at_equal_length_and_not_the_plain_one(
     for _ in range(40):
         wins, differences = simulate(generator, 250)
         found = length_controlled(wins, differences, range(250))
-        covered += found["low"] <= EQUAL <= found["high"]
-        plain += found["low"] <= wins.mean() <= found["high"]
+        covered += found.low <= EQUAL <= found.high
+        plain += found.low <= wins.mean() <= found.high
     assert 0.86 <= covered / 40 <= 1.0  # 95% within three standard errors
     assert plain / 40 < 0.3
 
@@ -308,7 +308,7 @@ def test_prompts_that_are_alike_widen_the_interval():
     together = length_controlled(*four, np.repeat(np.arange(100), 4))
     apart = length_controlled(*four, range(400))
     width = {
-        name: own["high"] - own["low"]
+        name: own.high - own.low
         for name, own in (("alone", alone), ("together", together), ("apart", apart))
     }
     assert width["together"] == pytest.approx(width["alone"], rel=0.02)
@@ -347,11 +347,11 @@ def test_rates_are_means_over_prompts_with_their_intervals():
     answers = [["1", "2", "2"], ["4", "4", "4"], ["5", None, None], ["6", "6", "6"]]
     prompts = ["a", "b", "a", "c"]
     found = pass_rates(rewards, answers, prompts)
-    assert {name: own["mean"] for name, own in found.items()} == pytest.approx(
+    assert {name: own.mean for name, own in found.items()} == pytest.approx(
         {"pass@1": 4 / 9, "pass@2": (2 / 3 + 1) / 3, "pass@3": 2 / 3, "maj@3": 1 / 3}
     )
     assert found["pass@1"] == share_over_prompts([1 / 3, 1.0, 0.0, None], prompts)
-    assert {own["count"] for own in found.values()} == {3}  # the check does not apply to the last
+    assert {own.count for own in found.values()} == {3}  # the check does not apply to the last
     assert list(pass_rates(rewards, None, prompts)) == ["pass@1", "pass@2", "pass@3"]
     assert list(pass_rates([[1], [0]], [["1"], ["2"]], ["a", "b"])) == ["pass@1"]
 

@@ -101,7 +101,7 @@ def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
         head, slash, function = name.partition("/")
         for end, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
             value = metrics.pop(f"{head}{end}{slash}{function}")
-            assert value == pytest.approx(interval[key], abs=limits.get(name)), (name, end)
+            assert value == pytest.approx(getattr(interval, key), abs=limits.get(name)), (name, end)
     better = []
     for e in evaluator.pairs:
         chosen, rejected = (
@@ -126,7 +126,7 @@ def test_a_reward_of_checks_alone_is_a_share(tmp_path: Path, number: int) -> Non
     interval = over([float(key == "pp") for key in keys], keys)
     metrics = evaluator.measure(0, 10)
     ends = [metrics[f"eval_reward{end}"] for end in ("_low", "_high")]
-    assert ends == pytest.approx([interval["low"], interval["high"]])
+    assert ends == pytest.approx([interval.low, interval.high])
 
 
 def test_two_steps_differ_by_the_policy_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ hand. The table of claims of papers has for each what its rule makes of the reco
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,16 @@ from PIL import Image
 
 from assets.recipes.papers import tables as papers
 from assets.recipes.papers.tables import CLAIMS, Claim, at_equal_kl, line, misfit, turn
-from common.evaluation.records import BASELINES, Results
+from common.evaluation.accuracy import Interval, PreferenceAccuracy
+from common.evaluation.records import BASELINES
+from common.evaluation.results import (
+    ComparedScore,
+    Comparison,
+    GenerationSummary,
+    Results,
+    System,
+    write_results,
+)
 from experiments.evidence import tables
 from experiments.evidence.records import replications, studies
 from experiments.runs.sweep.sweep_file import Variant, read_sweep
@@ -59,18 +69,23 @@ def test_accuracy_is_drawn_with_its_interval_over_prompts(monkeypatch: pytest.Mo
     monkeypatch.setattr(replications, "draw_accuracy", lambda _, results, __: drawn.append(results))
     monkeypatch.setattr(replications, "draw_reward", lambda *_: None)
     monkeypatch.setattr(replications, "save", lambda *_: Path())
-    own = {"accuracy": 0.6, "low": 0.58, "high": 0.62}
-    ends = {"prompt_low": 0.5, "prompt_high": 0.7}
+    own = PreferenceAccuracy(0.6, 0.58, 0.62, 1_226, 0)
+    with_ends = replace(own, prompt_low=0.5, prompt_high=0.7)
     compared = [
-        {"name": f"dpo {score}", "accuracy": {**own, "accuracy": accuracy, **ends}}
+        ComparedScore(f"dpo {score}", replace(with_ends, accuracy=accuracy))
         for score, accuracy in (("logp", 0.4), ("implicit_reward", 0.6), ("mean_logp", 0.5))
     ]
-    systems = [{"name": "dpo", "accuracy": own}]
-    results = Results(num_pairs=1_226, systems=systems, comparison={"systems": compared})
+    systems = [System("dpo", "policy", "dpo/model", accuracy=own)]
+    comparison = Comparison(1_226, 1_226, compared, [])
+    results = Results(num_pairs=1_226, systems=systems, comparison=comparison)
     monkeypatch.setattr(replications, "evaluations", lambda part: {"0": results})
     replications.draw("demo")
-    accuracy = drawn[0].systems[0]["accuracy"]
-    assert (accuracy["low"], accuracy["accuracy"], accuracy["high"]) == (0.5, 0.6, 0.7)
+    accuracy = drawn[0].systems[0].accuracy
+    assert (accuracy.low, accuracy.accuracy, accuracy.high) == (0.5, 0.6, 0.7)
+
+
+def accuracy_of(value: float) -> PreferenceAccuracy:
+    return PreferenceAccuracy(value, 0.0, 1.0, 8, 0)
 
 
 @pytest.fixture
@@ -80,14 +95,17 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for seed, kl in enumerate((1.0, 3.0)):
         folder = tmp_path / "demo" / f"seed_{seed}" / "evaluation"
         folder.mkdir(parents=True)
-        policy = {"name": "sft", "kind": "policy", "kl": {"mean": kl}, "rewards": {}}
-        judge = {"name": "reward", "kind": "reward_model", "accuracy": {"accuracy": 0.75}}
-        judge["minutes"] = 1.0  # of its run; nobody here trained the other
-        results = {"systems": [judge, policy], "reference_completions": {"length": 7.0}}
-        baselines = dict(zip(BASELINES, (0.5, 0.5, 0.625, 0.5), strict=True))
-        compared = [{"name": n, "accuracy": {"accuracy": a}} for n, a in baselines.items()]
-        results["comparison"] = {"systems": compared}
-        (folder / "results.json").write_text(json.dumps(results))
+        nothing = Interval(0.0, None, None)
+        written = GenerationSummary(7.0, nothing, 0.5, nothing, None, 1.0)
+        policy = System("sft", "policy", "sft/model")
+        policy.generations = replace(written, kl=Interval(kl, None, None))
+        judge = System("reward", "reward_model", "reward/model", accuracy=accuracy_of(0.75))
+        judge.minutes = 1.0  # of its run; nobody here trained the other
+        baselines = zip(BASELINES, (0.5, 0.5, 0.625, 0.5), strict=True)
+        compared = [ComparedScore(name, accuracy_of(value)) for name, value in baselines]
+        results = Results(systems=[judge, policy], reference_completions=written)
+        results.comparison = Comparison(8, 8, compared, [])
+        write_results(results, folder)
     (tmp_path / "demo" / "record.json").write_text(json.dumps(RECORD))
     return tmp_path
 
@@ -95,15 +113,15 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_changed_digit_of_the_page_or_of_the_record_is_found(recorded: Path):
     text = tables.filled(PAGE)
     lines = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines()]
-    assert ["mean of 2 seeds [95%]", "accuracy %", "KL", "length"] in lines
-    assert ["reference completion", "\N{EN DASH}", "\N{EN DASH}", "7.0"] in lines
-    assert ["ROUGE-L wins", "62.5", "\N{EN DASH}", "\N{EN DASH}"] in lines
-    first_cells = [line[0] for line in lines if len(line) == 4]
+    assert ["mean of 2 seeds [95%]", "accuracy %", "KL", "length", "stop %"] in lines
+    assert ["reference completion", "\N{EN DASH}", "\N{EN DASH}", "7.0", "50.0"] in lines
+    assert ["ROUGE-L wins", "62.5", *3 * ["\N{EN DASH}"]] in lines
+    first_cells = [line[0] for line in lines if len(line) == 5]
     names = ["reference completion", "sft", "reward", "longer wins", "ROUGE-L wins"]
     assert first_cells[2:] == names
-    assert ["reward", "75.0", "\N{EN DASH}", "\N{EN DASH}"] in lines
+    assert ["reward", "75.0", *3 * ["\N{EN DASH}"]] in lines
     found = "2.00 [-10.71, 14.71]"  # 2 +- 12.706 * 1.4142 / sqrt(2)
-    assert ["sft", "\N{EN DASH}", found, "\N{EN DASH}"] in lines
+    assert ["sft", "\N{EN DASH}", found, "7.0", "50.0"] in lines
     assert "`make results PARTS=demo`, 12 minutes, 2026-01-01, commit 0123456789, a proc" in text
     assert "(../assets/results/demo)" in text
     assert "Record" not in tables.filled(PAGE, is_in_docs=False)  # README has the table alone

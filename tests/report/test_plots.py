@@ -16,7 +16,16 @@ from PIL import Image
 
 from common.config.parser import parse
 from common.evaluation import records
-from common.evaluation.records import BASELINES, Generation, PromptRecord, Results
+from common.evaluation.accuracy import Interval, PreferenceAccuracy
+from common.evaluation.records import BASELINES, Generation, PromptRecord
+from common.evaluation.results import (
+    ComparedScore,
+    Comparison,
+    GenerationSummary,
+    Results,
+    System,
+    WinRate,
+)
 from common.record.glossary import METRICS, PREFIXES
 from common.report import evaluation_report, figures, plots
 from common.report.evaluation_report import systems_table, write_report
@@ -51,30 +60,30 @@ def ink(path: Path) -> float:
     return float((pixels(path) < 250).any(-1).mean())
 
 
-def accuracy(value: float, low: float, high: float, num_ties: int = 0) -> dict[str, Any]:
-    return {"accuracy": value, "low": low, "high": high, "num_pairs": 200, "num_ties": num_ties}
+def accuracy(value: float, low: float, high: float, num_ties: int = 0) -> PreferenceAccuracy:
+    return PreferenceAccuracy(value, low, high, 200, num_ties)
 
 
-def system(name: str, **changes: Any) -> dict[str, Any]:
-    values = {
-        "name": name,
-        "kind": "policy",
-        "path": "model",
-        "accuracy": accuracy(0.5, 0.43, 0.57),
-        "gold_reward": {"mean": 0.55, "low": 0.5, "high": 0.6},
-        "reward": None,
-        "kl": {"mean": 1.25, "low": 1.0, "high": 1.5},
-        "length": 20.0,
-        "stop_rate": 0.95,
-        "minutes": 2.5,
-        "peak_memory_gb": 1.234,
-    }
-    return values | changes
+def system(name: str, **changes: Any) -> System:
+    """A policy; what is changed is of the system or of its generations."""
+    means = {"length": 20.0, "stop_rate": 0.95, "kl": Interval(1.25, 1.0, 1.5)}
+    means |= {key: changes.pop(key) for key in ("kl", "rewards") if key in changes}
+    nothing = Interval(math.nan, None, None)
+    generations = GenerationSummary(
+        length_interval=nothing,
+        stop_rate_interval=nothing,
+        entropy=None,
+        distinct_completions=1.0,
+        **means,
+    )
+    values = {"accuracy": accuracy(0.5, 0.43, 0.57), "gold_reward": Interval(0.55, 0.5, 0.6)}
+    values |= {"generations": generations, "minutes": 2.5, "peak_memory_gb": 1.234}
+    return System(name, "policy", "model", **(values | changes))
 
 
 @pytest.fixture
 def results() -> Results:
-    nothing = dict.fromkeys(("gold_reward", "reward", "kl", "length", "stop_rate"))
+    nothing = {"gold_reward": None, "generations": None}
     return Results(
         dataset="synthetic",
         num_pairs=200,
@@ -213,10 +222,10 @@ def test_the_table_by_hand(results: Results) -> None:
 
 def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(results: Results) -> None:
     sft, judge = results.systems
-    judge["kind"] = "reward_model"
-    sft["gold_reward"] = None
-    sft["rewards"] = {
-        name: {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
+    judge.kind = "reward_model"
+    sft.gold_reward = None
+    sft.generations.rewards = {
+        name: Interval(mean, mean - 0.1, mean + 0.1)
         for name, mean in (("Reward model", 2.0), ("positive", 0.891), ("short", 0.25))
     }
     headers, _, row, empty = (line.split("|") for line in str(systems_table(results)).splitlines())
@@ -243,8 +252,8 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     (tmp_path / "eval").mkdir()
     made_records = [PromptRecord(0, "A post.\n\nTL;DR:", reference, systems)]
     records.write_records(records.PairScores([]), made_records, tmp_path / "eval")
-    results.systems[0]["path"] = str(run_dir / "checkpoints" / "step_00000050" / "model")
-    results.systems[1]["path"] = str(tmp_path / "none/model")
+    results.systems[0].path = str(run_dir / "checkpoints" / "step_00000050" / "model")
+    results.systems[1].path = str(tmp_path / "none/model")
     written = write_report(results, tmp_path / "eval")
     pictures = [f"plots/{name}.png" for name in ("accuracy", "reward")]
     names = ["report.html", "report.md", *pictures]
@@ -268,7 +277,7 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
 def test_a_chain_without_gold_rewards_or_runs_is_reported(tmp_path: Path, results: Results) -> None:
     results.attainable_accuracy = None
     for each in results.systems:
-        each["gold_reward"] = None
+        each.gold_reward = None
     _, text, *pictures = write_report(results, tmp_path)
     assert "ttainable" not in text.read_text()
     assert [picture.stem for picture in pictures] == ["accuracy"]
@@ -319,11 +328,11 @@ def test_the_terminal_shows_the_systems_and_what_they_show_and_details_if_asked(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     pairs = [("DPO", "SFT", 0.625), ("SFT", "reference completion", 0.4), ("GRPO", "SFT", 0.7)]
-    results.win_rates = [RATE | {"a": a, "b": b, "win_rate": value} for a, b, value in pairs]
-    results.systems.append(system("DPO", gold_reward={"mean": 0.75, "low": None, "high": None}))
+    results.win_rates = [replace(RATE, a=a, b=b, win_rate=value) for a, b, value in pairs]
+    results.systems.append(system("DPO", gold_reward=Interval(0.75, None, None)))
     compared = [(BASELINES[0], 0.6), (BASELINES[1], 0.6), ("Reward model", 0.8125)]
-    systems = [{"name": name, "accuracy": {"accuracy": value}} for name, value in compared]
-    results.comparison = {"systems": systems, "differences": []}
+    scores = [ComparedScore(name, accuracy(value, value, value)) for name, value in compared]
+    results.comparison = Comparison(200, 200, scores, [])
     text = evaluation_report.terminal_text(results, verbose=False)
     table, sentences = text.split("\n\n")
     cells = systems_table(results).rows
@@ -350,9 +359,9 @@ def test_no_line_of_the_terminal_is_longer_than_it(
     """Without a terminal 80; a wide table becomes several, each with the names of its rows."""
     monkeypatch.setenv("COLUMNS", columns)
     name = "output/a quite long name of an experiment/grpo-beta-0.05-seed-17"
-    reward = {"regex:" + "x" * 40: {"mean": -12.5, "low": -13.5, "high": -11.5}}
-    results.systems += [system(name, rewards=reward), system("sft")]
-    results.systems[-1]["reward"] = {"mean": -0.06, "low": -0.29, "high": 0.19}
+    reward = {"regex:" + "x" * 40: Interval(-12.5, -13.5, -11.5)}
+    of_model = Interval(-0.06, -0.29, 0.19)
+    results.systems += [system(name, rewards=reward), system("sft", reward=of_model)]
     lines = evaluation_report.terminal_text(results, verbose=False).splitlines()
     assert 56 < max(map(len, lines)) <= int(columns or 80)
     num_tables = sum(set(line) == {"-"} for line in lines)
@@ -365,29 +374,16 @@ def test_no_line_of_the_terminal_is_longer_than_it(
 
 # --- tables of generations ---
 
-INTERVAL = {"mean": 0.5, "low": 0.25, "high": 0.75, "count": 4}
-RATE = {
-    "a": "dpo",
-    "b": "sft",
-    "judge": "gold",
-    "win_rate": 0.625,
-    "low": 0.5,
-    "high": 0.75,
-    "num_wins": 2,
-    "num_ties": 1,
-    "num_losses": 1,
-    "num_not_judged": 3,
-    "length_difference": -1.25,
-    "length_controlled": None,
-}
+RM = System("rm", "reward_model", "rm/model")
+INTERVAL = Interval(0.5, 0.25, 0.75, 4)
+RATE = WinRate("dpo", "sft", "gold", 0.625, 0.5, 0.75, 2, 1, 1, 3, -1.25, None)
 
 
 def test_what_was_measured_is_shown_and_what_was_not_is_a_dash():
-    system = {"name": "dpo", "length": 7.0, "length_interval": INTERVAL, "kl": None}
-    system |= {"distinct_completions": 0.75, "rouge_l": INTERVAL}
-    system |= {"rewards": {"gold": INTERVAL, "rm": None}}
-    references = {**system, "rewards": {"gold": INTERVAL}}
-    systems = [{"name": "rm"}, system]
+    generations = GenerationSummary(7.0, INTERVAL, 0.5, INTERVAL, None, 0.75, rouge_l=INTERVAL)
+    references = replace(generations, rewards={"gold": INTERVAL})
+    generations.rewards = {"gold": INTERVAL, "rm": None}
+    systems = [RM, System("dpo", "policy", "dpo/model", generations=generations)]
     results = Results(systems=systems, reference_completions=references, win_rates=[RATE])
     quality, rewards, rates = generation_tables(results)
     shown = dict(zip(quality.headers, quality.rows[0], strict=True))
@@ -401,7 +397,7 @@ def test_what_was_measured_is_shown_and_what_was_not_is_a_dash():
 
 
 def test_an_evaluation_without_generations_has_no_such_table():
-    assert generation_tables(Results(systems=[{"name": "rm"}])) == []
+    assert generation_tables(Results(systems=[RM])) == []
     assert generation_tables(Results()) == []
 
 
@@ -415,7 +411,8 @@ def test_the_numbers_of_the_systems_by_name(results: Results) -> None:
     assert numbers["Reward model/accuracy"] == 0.8125
     assert "SFT/kl" not in numbers  # it was not measured
     assert {name.split("/")[1] for name in numbers} == {
-        *("accuracy", "gold_reward", "length", "stop_rate", "minutes", "peak_memory_gb")
+        *("accuracy", "gold_reward", "length", "length_interval", "stop_rate", "minutes"),
+        *("stop_rate_interval", "distinct_completions", "peak_memory_gb"),
     }
 
 

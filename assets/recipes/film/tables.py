@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from common.evaluation.accuracy import outcomes
+from common.evaluation.accuracy import Interval, outcomes
 from common.evaluation.intervals import t_quantile
 from common.evaluation.records import read_scores
 from common.record.jsonl import write_atomically
@@ -96,13 +96,18 @@ class Crossed:
 
     def cell(self, scale: float = 1.0, digits: int = 2) -> str:
         """Mean and interval for a table."""
-        return interval_cell(self.interval(), scale, digits)
+        return interval_cell(as_interval(self.interval()), scale, digits)
 
     def difference(self, family: int) -> str:
         """The same of a difference: a star where it excludes 0, two where those of a family do."""
         own, together = self.interval(), self.interval(family)
         stars = sum(not found["low"] <= 0 <= found["high"] for found in (own, together))
-        return interval_cell(own, 1, 2, sign="+") + r"\*" * stars
+        return interval_cell(as_interval(own), 1, 2, sign="+") + r"\*" * stars
+
+
+def as_interval(values: dict[str, float]) -> Interval:
+    """The values of `interval` for a table."""
+    return Interval(values["mean"], values["low"], values["high"])
 
 
 # ---- what is kept --------------------------------------------------------------------------------

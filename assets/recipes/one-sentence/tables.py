@@ -63,21 +63,22 @@ def read() -> Record:
         rewards, kls = ([line[name] for line in at] for name in ("eval_reward", "eval_kl"))
         run[at[0]["step"]] = Point(f"GRPO, step {at[0]['step']}", rewards, kls)
     systems = [own for results in found.values() for own in results.systems]
-    grpo = [own["pass_rates"][CHECK] for own in systems if own["name"] == "grpo"]
-    chat = [own["pass_rates"][CHECK] for own in systems if own["name"] != "grpo"]
+    grpo = [own.pass_rates[CHECK] for own in systems if own.name == "grpo"]
+    chat = [own.pass_rates[CHECK] for own in systems if own.name != "grpo"]
     best = {}
     for name in chat[0]:
         n = int(name.removeprefix("pass@"))
         policy = f"best of {n}" if n > 1 else "the chat model"
-        passes = [rates[name]["mean"] for rates in chat]
+        passes = [rate.mean for rates in chat if (rate := rates[name])]
         best[n] = Point(policy, passes, [best_of_n_kl(n)] * len(passes), is_bound=n > 1)
-    references = [results.reference_completions or {} for results in found.values()]
-    passes = [rates["pass@1"]["mean"] for rates in grpo]
+    references = [results.reference_completions for results in found.values()]
+    rewards_of_author = [own.rewards[CHECK] for own in references if own]
+    passes = [rate.mean for rates in grpo if (rate := rates["pass@1"])]
     return Record(
         run,
         Point(f"GRPO, trained, {max(best)} samples", passes, run[max(run)].kls),
         best,
-        Point("the author", [own["rewards"][CHECK]["mean"] for own in references]),
+        Point("the author", [reward.mean for reward in rewards_of_author if reward]),
     )
 
 

@@ -16,7 +16,6 @@ from experiments.evidence.records.replications import (
     evaluations,
     means,
     measured,
-    number,
     win_rate,
 )
 from experiments.evidence.records.texts import REWARDS
@@ -38,8 +37,9 @@ def differences() -> str:
     for name in ("dpo", "grpo"):
         cells = []
         for key, (_, scale, digits) in columns.items():
-            pairs = [(number(lines[name][key]), number(lines["sft"][key])) for lines in seeds]
-            cells.append(over([scale * (own - sft) for own, sft in pairs], digits))
+            pairs = [(lines[name][key], lines["sft"][key]) for lines in seeds]
+            changes = [scale * (own - sft) for own, sft in pairs if own is not None is not sft]
+            cells.append(over(changes, digits))
         shares = [100 * win_rate(results, name, "sft") for results in found.values()]
         rows.append([name, *cells, over(shares, 1, is_share=True)])
     heads = ["compared with sft", *(head for head, _, _ in columns.values())]

@@ -1,14 +1,21 @@
 """A recorded chain of stages: the table of means over its seeds, and a picture."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from common.evaluation.records import REFERENCE, Results
+from common.evaluation.accuracy import Interval
+from common.evaluation.records import REFERENCE
+from common.evaluation.results import (
+    GenerationSummary,
+    Results,
+    System,
+    read_results,
+    score_name,
+)
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
-from common.report.figures import draw_accuracy, draw_reward, held_out
+from common.report.figures import accuracies_of, draw_accuracy, draw_reward, held_out
 from common.report.plots import save, style, system_colours, titled_figure
 from experiments.evidence.records import studies
 from experiments.runs.outcomes import over
@@ -24,41 +31,46 @@ COLUMNS = {  # of the means over seeds: heading, scale, digits
     "length": ("length", 1, 1),
     "stop_rate": ("stop %", 100, 1),
 }
-SCORES = ("{}", "{} implicit_reward", "{} logp")  # of a system's accuracy: the first that is there
+SCORES = ("", "implicit_reward", "logp")  # of a system's accuracy: the first that is there
 
 
 def evaluations(recorded: str) -> dict[str, Results]:
     """The results of evaluation, by seed."""
     files = sorted((studies.RECORDS / recorded).glob("seed_*/evaluation/results.json"))
-    return {
-        file.parents[1].name.removeprefix("seed_"): Results(**json.loads(file.read_text()))
-        for file in files
-    }
+    return {file.parents[1].name.removeprefix("seed_"): read_results(file) for file in files}
 
 
-def measured(results: Results) -> dict[str, dict[str, Any]]:
+def measured(results: Results) -> dict[str, dict[str, float | None]]:
     """The values of reference completions, every system, and baselines that need no model."""
     models = reward_models(results.systems)
+    # First those without a run: the model that the chain starts from
+    systems = sorted(results.systems, key=lambda system: system.minutes is not None)
     references = results.reference_completions
-    compared = (results.comparison or {}).get("systems", [])
+    generations: dict[str, GenerationSummary | None] = {REFERENCE: references} if references else {}
+    generations |= {system.name: system.generations for system in systems}
+    accuracies = accuracies_of(systems)
+    for score in results.comparison.systems if results.comparison else ():
+        if score.name in ("longer wins", "ROUGE-L wins"):
+            accuracies[score.name] = score.accuracy.interval
     lines = {}
-    for system in [
-        *([{**references, "name": REFERENCE}] if references else []),
-        # First those without a run: the model that the chain starts from
-        *sorted(results.systems, key=lambda system: system.get("minutes") is not None),
-        *(baseline for baseline in compared if baseline["name"] in ("longer wins", "ROUGE-L wins")),
-    ]:
-        rewards = system.get("rewards") or {}
+    for name in dict.fromkeys([*generations, *accuracies]):
+        sampled = generations.get(name)
+        rewards = sampled.rewards if sampled else {}
         wins = [
-            rate["length_controlled"]
+            rate.length_controlled.win_rate
             for rate in results.win_rates
-            if (rate["a"], rate["b"]) == (system["name"], REFERENCE) and rate["judge"] in models
+            if (rate.a, rate.b) == (name, REFERENCE) and rate.judge in models
+            if rate.length_controlled
         ]
-        lines[system["name"]] = {
-            **{key: system.get(key) for key in COLUMNS},
-            "gold": rewards.get("gold"),
-            "model": next((rewards[name] for name in models if name in rewards), None),
+        lines[name] = {
+            "accuracy": mean_of(accuracies.get(name)),
+            "gold": mean_of(rewards.get("gold")),
+            "model": mean_of(next((rewards[model] for model in models if model in rewards), None)),
             "wins": next(iter(wins), None),
+            "rouge_l": mean_of(sampled.rouge_l) if sampled else None,
+            "kl": mean_of(sampled.kl) if sampled else None,
+            "length": sampled.length if sampled else None,
+            "stop_rate": sampled.stop_rate if sampled else None,
         }
     return lines
 
@@ -74,7 +86,7 @@ def means(recorded: str) -> str:
             continue
         heads.append(head)
         for row, values in zip(rows, values_by_name, strict=True):
-            measurements = [scale * number(value) for value in values if value is not None]
+            measurements = [scale * value for value in values if value is not None]
             is_whole, is_share = len(measurements) == len(seeds), scale == 100
             row.append(over(measurements, digits, is_share=is_share) if is_whole else NOT_MEASURED)
     return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
@@ -84,35 +96,38 @@ def win_rate(results: Results, name: str, other: str) -> float:
     """Share of pairs in which the reward model prefers a system, at equal length."""
     models = reward_models(results.systems)
     (rate,) = (
-        rate["length_controlled"]["win_rate"]
+        rate.length_controlled.win_rate
         for rate in results.win_rates
-        if (rate["a"], rate["b"]) == (name, other) and rate["judge"] in models
+        if (rate.a, rate.b) == (name, other) and rate.judge in models
+        if rate.length_controlled
     )
-    return float(rate)
+    return rate
 
 
-def reward_models(systems: Iterable[Mapping[str, Any]]) -> list[str]:
+def reward_models(systems: Iterable[System]) -> list[str]:
     """Names of the reward models among the systems of an evaluation."""
-    return [system["name"] for system in systems if system.get("kind") == "reward_model"]
+    return [system.name for system in systems if system.kind == "reward_model"]
 
 
-def number(value: Any) -> float:
-    """A number, or the value of a mapping that has its interval too."""
-    if isinstance(value, dict):
-        value = next(value[key] for key in ("mean", "accuracy", "win_rate") if key in value)
-    return float(value)
+def mean_of(interval: Interval | None) -> float | None:
+    """The mean of an interval, if there is one."""
+    return interval.mean if interval else None
 
 
 def draw(recorded: str) -> Path:
     """Draw accuracy, with intervals over prompts, and reward of seed 0."""
     results = evaluations(recorded)["0"]
     assert results.comparison, "an evaluation on pairs"
-    compared = {line["name"]: line["accuracy"] for line in results.comparison["systems"]}
+    compared = {score.name: score.accuracy for score in results.comparison.systems}
+    systems = []
     for system in results.systems:
-        names = [score.format(system["name"]) for score in SCORES]
-        over_prompts = next(compared[name] for name in names if name in compared)
-        system["accuracy"] |= {end: over_prompts[f"prompt_{end}"] for end in ("low", "high")}
-    colours = system_colours(system["name"] for system in results.systems)
+        names = [score_name(system.name, score) for score in SCORES]
+        accuracy = next(compared[name] for name in names if name in compared)
+        low, high = accuracy.prompt_low, accuracy.prompt_high
+        assert low is not None is not high, "enough prompts for an interval over them"
+        systems.append(replace(system, accuracy=replace(accuracy, low=low, high=high)))
+    results.systems = systems
+    colours = system_colours(system.name for system in results.systems)
     with style():
         figure = titled_figure(held_out(results).capitalize(), 5, 6.6)
         above, below = figure.subplots(2, 1)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.evaluation.accuracy import Interval
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.page import write_page
 from common.report.tables import interval_cell
@@ -55,8 +56,8 @@ def turns_table(results: Results) -> Table:
             title(method),
             str(turn["seed"]),
             f"{setting(method)} {turn['peak']:g}, {turn['last']:g}",
-            interval_cell(turn["gold_change"], 1, 3, sign="+"),
-            interval_cell(turn["proxy_change"], 1, 2, sign="+"),
+            interval_cell(Interval(**turn["gold_change"]), 1, 3, sign="+"),
+            interval_cell(Interval(**turn["proxy_change"]), 1, 2, sign="+"),
         ]
         for method, turns in turning(results).items()
         for turn in turns
