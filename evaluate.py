@@ -191,7 +191,7 @@ def generate(
     If a reward function fails, they are added without rewards before its UserError is raised.
     """
     from common.rewards.score import RewardFunctions
-    from common.sampling.vllm.sampler import new_sampler
+    from common.sampling.engine import new_sampler
 
     longest = config.max_new_tokens or config.max_completion_length
     sampler_config = replace(config, max_completion_length=longest)

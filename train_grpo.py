@@ -71,7 +71,7 @@ def main(config: GRPOConfig) -> None:
     from common.grpo.held_out import HeldOut
     from common.model import lora
     from common.rewards.score import RewardFunctions
-    from common.sampling.vllm.sampler import new_sampler
+    from common.sampling.engine import new_sampler
 
     distributed.seed_everything(config.seed)
 

@@ -29,8 +29,8 @@ from common.pairs.config import DPOConfig, RolloutPairConfig
 from common.record import output_lock
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.rewards.score import RewardFunctions
+from common.sampling.engine import new_sampler
 from common.sampling.sampler import Rollouts
-from common.sampling.vllm.sampler import new_sampler
 from common.scoring import check_sampler
 from common.text.example import Vocabulary
 from common.text.reading import load_examples

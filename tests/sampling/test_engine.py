@@ -26,9 +26,10 @@ from common.grpo.config import GRPOConfig
 from common.model import lora
 from common.record.jsonl import read_jsonl
 from common.sampling import token_records
+from common.sampling.engine import new_sampler
 from common.sampling.sampler import Sampler
 from common.sampling.vllm import server
-from common.sampling.vllm.sampler import EngineSampler, new_sampler
+from common.sampling.vllm.sampler import EngineSampler
 
 pytestmark = pytest.mark.usefixtures("process_group")
 STOP = 0

@@ -30,8 +30,9 @@ from common.errors import EngineError
 from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.sampling import token_records
+from common.sampling.engine import new_sampler
 from common.sampling.sampler import Rollouts, Sampler
-from common.sampling.vllm.sampler import EngineSampler, new_sampler
+from common.sampling.vllm.sampler import EngineSampler
 from common.sampling.vllm.server import Server
 from common.sampling.vllm.weights import Weights, nccl_sender, send_in_requests
 

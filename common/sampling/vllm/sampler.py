@@ -26,12 +26,6 @@ SEEDS = 2**62 - 1  # a mask: vLLM adds the number of the sample
 Completion = tuple[list[int], list[float]]  # token ids, and their log-probabilities in nats
 
 
-def new_sampler(policy: nn.Module, vocabulary: Vocabulary, config: EngineConfig) -> Sampler:
-    """This project's sampler, or that of `--rollout_server`. Collective."""
-    kind = EngineSampler if config.rollout_server else Sampler
-    return kind(policy, vocabulary, config)
-
-
 class EngineSampler(Sampler):
     """Samples from a policy through a vLLM server.
 
