@@ -63,7 +63,7 @@ def tokenize(
     vocabulary = tiny.vocabulary([stop_id], tokenizer, pad_id=stop_id)
     texts = [render(row, kind, tokenizer, number)[0] for number, row in enumerate(rows)]
     tokenised = tokenize_rows(texts, vocabulary, config, "train")
-    report = DataReport(tokenised, "train", kind, config, tokenizer)
+    report = DataReport(tokenised, "train", config, tokenizer)
     report.refuse_lossy(config.max_dropped_fraction)
     return [row.example for row in tokenised if not row.drop_reason], report
 

@@ -97,7 +97,7 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
     )
     tokenised = tokenize_rows(rows, tiny.vocabulary([stop_id]), config, "train")
     try:
-        examples = report(tokenised, "train", "sft", config, tokenizer)
+        examples = report(tokenised, "train", config, tokenizer)
     except UserError as error:
         tiny.check_sentence(error, f"would lose {len(rows)} of {len(rows)} rows")
         return

@@ -201,8 +201,7 @@ def reference_completions(
         row = {**example.columns, "prompt": asked, "completion": answer}
         written += [one.completions[0] for one in render(row, "sft", judges.vocabulary.tokenizer)]
     cut = tokenize_completions(written, judges.vocabulary, max_completion_length)
-    is_whole = [len(one.ids) == one.num_tokens for one in cut]
-    rollouts = Rollouts.of([one.ids for one in cut], [], is_whole)
+    rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
     no_rouge = [""] * len(texts)  # ROUGE of a reference with itself is 1
     judged = judge_completions(judges, examples, rollouts, list(texts.values()), no_rouge)
     return dict(zip(texts, judged, strict=True))

@@ -8,7 +8,7 @@ from common import distributed
 from common.config.stages import CommonConfig
 from common.errors import UserError
 from common.text.example import Example
-from common.text.tokenise import TokenisedRow, TokenisedText, encode
+from common.text.tokenise import TokenisedRow, encode
 
 PERCENT = (50, 90, 95, 99, 100)  # of a file's prompts and completions, at which lengths are printed
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
@@ -16,14 +16,14 @@ SHOWN_CHARACTERS = 60  # of each end of a long text in `marked`
 
 
 def report(
-    rows: Sequence[TokenisedRow], split: str, kind: str, config: CommonConfig, tokenizer: Any
+    rows: Sequence[TokenisedRow], split: str, config: CommonConfig, tokenizer: Any
 ) -> list[Example]:
     """Print what was lost, and return the rows that are kept.
 
     Raises:
         UserError: Too many rows are dropped, or all.
     """
-    counts = DataReport(rows, split, kind, config, tokenizer)
+    counts = DataReport(rows, split, config, tokenizer)
     distributed.print_rank0(counts)
     counts.refuse_lossy(config.max_dropped_fraction)
     return [row.example for row in rows if not row.drop_reason]
@@ -33,28 +33,20 @@ class DataReport:
     """Rows kept, dropped and truncated. Lengths are tokens."""
 
     def __init__(
-        self,
-        rows: Sequence[TokenisedRow],
-        split: str,
-        kind: str,
-        config: CommonConfig,
-        tokenizer: Any,
+        self, rows: Sequence[TokenisedRow], split: str, config: CommonConfig, tokenizer: Any
     ) -> None:
         """Count, and tokenise a sample of rows as one text each."""
         kept = [row for row in rows if not row.drop_reason]
         completions = [text for row in kept for text in row.completions]
         self.split, self.num_rows, self.num_kept = split, len(rows), len(kept)
-        self.limits = {
-            "prompt": config.max_prompt_length,
-            "completion": config.max_completion_length,
-        }
+        self.limits = (config.max_prompt_length, config.max_completion_length)
         self.dropped = Counter(row.drop_reason for row in rows if row.drop_reason)
         # Counted from 1; 0 if none is
         self.first_dropped = next((row.example.row + 1 for row in rows if row.drop_reason), 0)
-        self.num_prompts_truncated = sum(is_truncated(row.prompt) for row in kept)
+        self.num_prompts_truncated = sum(row.prompt.is_truncated for row in kept)
         self.num_completions = len(completions)
         # They end without a stop token
-        self.num_completions_truncated = sum(map(is_truncated, completions))
+        self.num_completions_truncated = sum(text.is_truncated for text in completions)
         # Before the cut, also of dropped rows that are not empty
         measured = [row for row in rows if not row.drop_reason.startswith("empty")]
         self.lengths = {
@@ -65,9 +57,9 @@ class DataReport:
         sample = [(row.prompt.text, text.text) for row in kept[::every] for text in row.completions]
         self.num_boundaries_checked = len(sample)
         self.num_boundary_merges = count_boundary_merges(sample, tokenizer)
-        # If rows are their answers
-        conversations = {row.example.row for row in rows if row.example.messages}
-        self.num_conversations = len(conversations) if kind == "sft" else 0
+        # Of SFT, where rows are their answers
+        chats = [row.example for row in rows if row.example.messages and len(row.completions) == 1]
+        self.num_conversations = len({example.row for example in chats})
 
     @property
     def num_dropped(self) -> int:
@@ -100,7 +92,7 @@ class DataReport:
                 f", completion {completion}; {self.num_boundary_merges} of "
                 f"{self.num_boundaries_checked} would merge across the boundary"
             )
-        for noun, limit in self.limits.items():
+        for noun, limit in zip(self.lengths, self.limits, strict=True):
             if (needed := self.quantiles(noun)[PERCENT.index(95)]) > limit:
                 lines.append(f"  --max_{noun}_length {needed} would keep 95 % whole, it is {limit}")
         if 2 * self.num_completions_truncated > self.num_completions:
@@ -127,11 +119,6 @@ class DataReport:
                 f"max_dropped_fraction is {max_dropped_fraction}; "
                 "clean the data or change the length limits or max_dropped_fraction."
             )
-
-
-def is_truncated(text: TokenisedText) -> bool:
-    """Whether tokens of a text were cut."""
-    return len(text.ids) < text.num_tokens
 
 
 def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> int:

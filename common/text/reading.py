@@ -41,7 +41,7 @@ def load_examples(
         raw_rows = schemas.standardise(raw_rows, kind, label)
         rows = chat.render_rows(raw_rows, kind, vocabulary.tokenizer)
         tokenised = tokenise.tokenize_rows(rows, vocabulary, config, split)
-        return data_report.report(tokenised, split, kind, config, vocabulary.tokenizer)
+        return data_report.report(tokenised, split, config, vocabulary.tokenizer)
 
     return _once_per_host(make) if dataset_name and split else []
 

@@ -16,11 +16,12 @@ CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memor
 
 
 class TokenisedText(NamedTuple):
-    """A prompt or a completion, as it is trained; truncated if it has fewer ids than tokens."""
+    """A prompt or a completion, as it is trained."""
 
     text: str
     ids: list[int]  # none of a prompt that no cut makes fit
     num_tokens: int  # before the cut, with bos or stop token
+    is_truncated: bool
 
 
 class TokenisedRow(NamedTuple):
@@ -112,17 +113,18 @@ def _tokenize_prompts(
     for row, ids in zip(rows, encode([row.prompt for row in rows], tokenizer), strict=True):
         if row.messages:
             fits = len(ids) <= config.max_prompt_length
-            result.append(TokenisedText(row.prompt, ids if fits else [], len(ids)))
+            result.append(TokenisedText(row.prompt, ids if fits else [], len(ids), not fits))
             continue
         prompt, ids = row.prompt.removeprefix(opening), without_leading(ids, leading)
         whole = leading + ids
-        if len(ids) > room and config.prompt_truncation == "start":
+        is_long = len(ids) > room
+        if is_long and config.prompt_truncation == "start":
             ids = ids[len(ids) - room :]
             prompt = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        elif len(ids) > room:
+        elif is_long:
             shorter = truncate_prompt(prompt, tokenizer, room, closing_cue(prompt, cue))
             prompt, ids = shorter or (prompt, [])
-        result.append(TokenisedText(prompt, leading + ids if ids else [], len(whole)))
+        result.append(TokenisedText(prompt, leading + ids if ids else [], len(whole), is_long))
     return result
 
 
@@ -175,7 +177,7 @@ def tokenize_completions(
             ids, last = ids[:end], ids[end]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         ids = [*ids, last]
-        result.append(TokenisedText(text, ids[:max_length], len(ids)))
+        result.append(TokenisedText(text, ids[:max_length], len(ids), len(ids) > max_length))
     return result
 
 

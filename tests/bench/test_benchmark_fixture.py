@@ -63,7 +63,7 @@ def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
     texts = [text for raw in raw_rows for text in render(raw, row.kind, None)]
     vocabulary = tiny.vocabulary([EOS_ID], tokenizer, pad_id=EOS_ID)
     tokenised = tokenize_rows(texts, vocabulary, config, "train")
-    report = DataReport(tokenised, "train", row.kind, config, tokenizer)
+    report = DataReport(tokenised, "train", config, tokenizer)
     lost = (report.num_prompts_truncated, report.num_completions_truncated, report.num_dropped)
     assert lost == (0, 0, 0)
     assert report.num_boundary_merges == 0
