@@ -146,10 +146,11 @@ def load_pairs(
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """Training pairs, from rows or from rollouts, and held-out pairs. Collective."""
     from common.pairs.from_rollouts import pairs_of_run
+    from common.text import reading
 
     if config.pair_method == "dataset":
-        return data.load_splits(config, "preference", vocabulary)
-    eval_set = data.load_held_out_pairs(config, config.dataset_name, vocabulary)
+        return reading.load_splits(config, "preference", vocabulary)
+    eval_set = reading.load_held_out_pairs(config, config.dataset_name, vocabulary)
     train_set = pairs_of_run(config, vocabulary, model_config, mesh, is_resumed=is_resumed)
     return train_set, eval_set
 

@@ -72,6 +72,7 @@ def main(config: GRPOConfig) -> None:
     from common.model import lora
     from common.rewards.score import RewardFunctions
     from common.sampling.engine import new_sampler
+    from common.text import reading
 
     distributed.seed_everything(config.seed)
 
@@ -83,8 +84,8 @@ def main(config: GRPOConfig) -> None:
     configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
     resume_from = find_checkpoint(config)
-    train_set, eval_set = data.load_splits(config, "prompts", vocabulary)
-    pairs = data.load_held_out_pairs(config, config.eval_pairs_dataset_name, vocabulary)
+    train_set, eval_set = reading.load_splits(config, "prompts", vocabulary)
+    pairs = reading.load_held_out_pairs(config, config.eval_pairs_dataset_name, vocabulary)
     scorer.check_rows(train_set, eval_set)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 

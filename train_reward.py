@@ -126,12 +126,13 @@ def load_data(
 ) -> list[Sequence[Example]]:
     """Pairs to train on, held-out ones, and rows whose mean reward becomes 0, to their very end."""
     from common.model import checks
-    from common.text import chat
-    from common.text.reading import load_examples
+    from common.text import chat, reading
 
-    train_set, eval_set = data.load_splits(config, "preference", vocabulary)
+    train_set, eval_set = reading.load_splits(config, "preference", vocabulary)
     references, split = config.sft_dataset_name, config.dataset_train_split
-    sft_set = load_examples(config, references, split, "sft", vocabulary, config.num_sft_rows)
+    sft_set = reading.load_examples(
+        config, references, split, "sft", vocabulary, config.num_sft_rows
+    )
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     limit = checks.max_positions(model_config)
     sets = (train_set, eval_set, sft_set)

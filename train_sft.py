@@ -33,6 +33,7 @@ def main(config: SFTConfig) -> None:
     from common import scoring
     from common.checkpoint.resume import find_checkpoint
     from common.sampling.sampler import Sampler  # for the table of samples
+    from common.text import reading
 
     distributed.seed_everything(config.seed)
 
@@ -42,7 +43,7 @@ def main(config: SFTConfig) -> None:
         config.model_name_or_path, "policy", vocabulary.tokenizer, config
     )
     resume_from = find_checkpoint(config)
-    train_set, eval_set = data.load_splits(config, "sft", vocabulary)
+    train_set, eval_set = reading.load_splits(config, "sft", vocabulary)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 

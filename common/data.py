@@ -1,7 +1,7 @@
-"""Examples, their order, and each rank's micro-batches.
+"""The order of examples (`text/reading.py` makes them), and each rank's micro-batches.
 
-`load_splits` returns the rows of a stage as token ids (made in `text/reading.py`), `BatchOrder`
-the rows of each rank as a function of the step; `micro_batches` packs them by length.
+`BatchOrder` has the rows of each rank as a function of the step; `micro_batches` packs them by
+length.
 """
 
 import functools
@@ -22,48 +22,6 @@ from common.text.example import Example as Example
 from common.text.example import Vocabulary
 
 order_of_epoch = functools.lru_cache(1)(permutation)
-
-
-def load_splits(
-    config: TrainConfig, kind: str, vocabulary: Vocabulary
-) -> tuple[Sequence[Example], Sequence[Example]]:
-    """The training and the held-out examples of a stage; the latter [] where there are none.
-
-    For SFT on conversations it prints the first row as it is trained. `kind` as in
-    `reading.load_examples`. Collective.
-    """
-    from common.text import data_report, reading
-
-    name, split = config.dataset_name, config.dataset_train_split
-    held_out = _held_out_split(config, name)
-    train_set = reading.load_examples(config, name, split, kind, vocabulary, config.num_train_rows)
-    if kind == "sft" and config.num_sample_prompts and train_set[0].messages:
-        shown = data_report.marked(train_set[0], vocabulary.tokenizer)
-        distributed.print_rank0(f"  row {train_set[0].row + 1}, [[trained]]: {shown}")
-    eval_set = reading.load_examples(config, name, held_out, kind, vocabulary, config.num_eval_rows)
-    return train_set, eval_set
-
-
-def load_held_out_pairs(
-    config: TrainConfig, dataset_name: str, vocabulary: Vocabulary
-) -> Sequence[Example]:
-    """Held-out pairs of a data set; [] for an empty name, or where there are none. Collective."""
-    from common.text import reading
-
-    split, num_rows = _held_out_split(config, dataset_name), config.num_eval_rows
-    return reading.load_examples(config, dataset_name, split, "preference", vocabulary, num_rows)
-
-
-def _held_out_split(config: TrainConfig, dataset_name: str) -> str:
-    """The split that a run evaluates on; where none is found it says so and returns ""."""
-    from common.text import reading
-
-    is_trained_on = dataset_name == config.dataset_name
-    split = reading.held_out_split(config, dataset_name, is_trained_on=is_trained_on)
-    if dataset_name and config.dataset_test_split and not split:
-        tried = " or ".join(reading.HELD_OUT_SPLITS)
-        distributed.print_rank0(f"{dataset_name} has no split {tried}: no evaluation on it")
-    return split
 
 
 def lengths(examples: Sequence[Example]) -> torch.Tensor:

@@ -20,12 +20,12 @@ from transformers import PreTrainedTokenizerFast
 
 from common import data, distributed
 from common.config.stages import TrainConfig
-from common.data import BatchOrder, Example, load_splits, micro_batches, prompts
+from common.data import BatchOrder, Example, micro_batches, prompts
 from common.errors import UserError
 from common.text import synthetic
 from common.text.chat import render
 from common.text.data_report import DataReport, count_boundary_merges
-from common.text.reading import load_examples, load_rows
+from common.text.reading import load_examples, load_held_out_pairs, load_rows, load_splits
 from common.text.tokenise import encode, leading_ids, tokenize_rows, truncate_prompt
 from common.text.truncate import closing_cue, cut_body, split_prompt
 from train_dpo import one_of_each_prompt
@@ -427,7 +427,7 @@ def test_a_file_that_is_only_evaluated_on_is_its_own_split(tmp_path, capsys):
     vocabulary = tiny.vocabulary(of=synthetic.train_tokenizer())
 
     def load(path: Path) -> Any:
-        return data.load_held_out_pairs(config, str(path), vocabulary)
+        return load_held_out_pairs(config, str(path), vocabulary)
 
     assert len(load(tmp_path / "own.jsonl")) == 3
     assert load(tmp_path) == []

@@ -1,4 +1,4 @@
-"""One split, from its source to examples; and which split is held out."""
+"""Splits as examples, from their source to token ids; and which split is held out."""
 
 import contextlib
 import os
@@ -11,12 +11,48 @@ from pathlib import Path
 
 from common import distributed
 from common.config.flags import AUTO
-from common.config.stages import CommonConfig
+from common.config.stages import CommonConfig, TrainConfig
 from common.text import chat, data_report, schemas, shared_rows, sources, tokenise
 from common.text.example import Example, Vocabulary
 from common.text.schemas import RawRow
 
 HELD_OUT_SPLITS = ("validation", "test")  # of which AUTO takes the first that is there
+
+
+def load_splits(
+    config: TrainConfig, kind: str, vocabulary: Vocabulary
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """The training and the held-out examples of a stage; the latter [] where there are none.
+
+    For SFT on conversations it prints the first row as it is trained. `kind` as in
+    `load_examples`. Collective.
+    """
+    name, split = config.dataset_name, config.dataset_train_split
+    held_out = _noted_held_out_split(config, name)
+    train_set = load_examples(config, name, split, kind, vocabulary, config.num_train_rows)
+    if kind == "sft" and config.num_sample_prompts and train_set[0].messages:
+        shown = data_report.marked(train_set[0], vocabulary.tokenizer)
+        distributed.print_rank0(f"  row {train_set[0].row + 1}, [[trained]]: {shown}")
+    eval_set = load_examples(config, name, held_out, kind, vocabulary, config.num_eval_rows)
+    return train_set, eval_set
+
+
+def load_held_out_pairs(
+    config: TrainConfig, dataset_name: str, vocabulary: Vocabulary
+) -> Sequence[Example]:
+    """Held-out pairs of a data set; [] for an empty name, or where there are none. Collective."""
+    split, num_rows = _noted_held_out_split(config, dataset_name), config.num_eval_rows
+    return load_examples(config, dataset_name, split, "preference", vocabulary, num_rows)
+
+
+def _noted_held_out_split(config: TrainConfig, dataset_name: str) -> str:
+    """The split that a run evaluates on; where none is there it says so and returns ""."""
+    is_trained_on = dataset_name == config.dataset_name
+    split = held_out_split(config, dataset_name, is_trained_on=is_trained_on)
+    if dataset_name and config.dataset_test_split and not split:
+        tried = " or ".join(HELD_OUT_SPLITS)
+        distributed.print_rank0(f"{dataset_name} has no split {tried}: no evaluation on it")
+    return split
 
 
 def load_examples(

@@ -19,11 +19,10 @@ import pyarrow.parquet
 import pytest
 import tiny
 
-from common.data import load_splits
 from common.errors import UserError
 from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
 from common.text import reading, sources
-from common.text.reading import load_examples
+from common.text.reading import load_examples, load_splits
 from common.text.schemas import COMPLETION_COLUMNS, Row
 from common.text.tokenise import source_of
 

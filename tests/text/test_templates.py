@@ -15,7 +15,7 @@ from common import data
 from common.errors import UserError
 from common.evaluation import measure
 from common.rewards.models import RewardModelFunction
-from common.text import synthetic
+from common.text import reading, synthetic
 
 
 class Kind(NamedTuple):
@@ -176,7 +176,7 @@ def load(tmp_path, tokenizer, *rows, kind="sft", stops=(), **limits) -> Any:
     fields = {"max_prompt_length": 400, "max_completion_length": 120} | limits
     config = tiny.train_config(dataset_name=name, dataset_test_split="", **fields)
     stop_ids = tokenizer.convert_tokens_to_ids([*stops]) or [tokenizer.eos_token_id]
-    return data.load_splits(config, kind, tiny.vocabulary(stop_ids, tokenizer))[0]
+    return reading.load_splits(config, kind, tiny.vocabulary(stop_ids, tokenizer))[0]
 
 
 @pytest.mark.parametrize("name", KINDS)
