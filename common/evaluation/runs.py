@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from common.evaluation.pair_scores import ImplicitReward
+from common.pairs.implicit_reward import ImplicitReward
 from common.record.run_folder import ENVIRONMENT, REWARD, read_config, read_metrics
 
 

@@ -14,7 +14,7 @@ from common.config.flags import (
 )
 from common.config.stages import RowsConfig, TrainConfig
 from common.errors import UserError
-from common.evaluation.pair_scores import ImplicitReward
+from common.pairs.implicit_reward import ImplicitReward
 from common.sampling.vllm.config import EngineConfig
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from common import distributed
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs, summary
-from common.evaluation.pair_scores import ImplicitReward
 from common.evaluation.records import BASELINES, PairScores
 from common.evaluation.results import Results, System, read_results
 from common.model import load
+from common.pairs.implicit_reward import ImplicitReward
 from common.report import evaluation_report, tables
 from common.rewards.models import RewardModelFunction
 from common.text import reading, synthetic
