@@ -23,11 +23,11 @@ from common.checkpoint import layout
 from common.errors import UserError
 from common.evaluation import runs
 from common.evaluation.config import EvaluateConfig
-from common.evaluation.pair_scores import ImplicitReward
 from common.grpo.config import GRPOConfig
 from common.objectives.find import Objective
 from common.objectives.kinds import Advantages, PolicyObjective, PreferenceLoss
 from common.pairs.config import DPOConfig
+from common.pairs.implicit_reward import ImplicitReward
 from common.report import evaluation_report
 from experiments.evidence import optimum
 from experiments.evidence.conformance.case import CASES
