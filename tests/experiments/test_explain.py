@@ -166,16 +166,16 @@ def recompute(page: Page, lm: Any, ref: Any) -> dict[str, Any]:
 
 def columns(page: Page) -> dict[str, Tensor]:
     """The page's numbers by level and name."""
-    found: dict[str, list[float]] = {}
+    numbers: dict[str, list[float]] = {}
     for level in ("completion", "pair", "prompt", "step"):
         records = [page["step"]] if level == "step" else page[f"{level}s"]
         for record in records:
             tokens = record.get("tokens", {})
             for name, values in tokens.items():
-                found.setdefault(f"token {name}", []).extend(map(float, values))
+                numbers.setdefault(f"token {name}", []).extend(map(float, values))
             for name in record.keys() - IDS:
-                found.setdefault(f"{level} {name}", []).append(float(record[name]))
-    return {name: torch.tensor(values).double() for name, values in found.items()}
+                numbers.setdefault(f"{level} {name}", []).append(float(record[name]))
+    return {name: torch.tensor(values).double() for name, values in numbers.items()}
 
 
 def wrong(page: Page, expected: dict[str, Any]) -> list[str]:
@@ -233,9 +233,9 @@ def test_settings_are_those_of_the_step(page):
 def test_a_run_without_further_candidates_is_shown_without_rejection_sampling(folder):
     """It has the run's own settings, and lists the few that are not."""
     (folder / "run.yaml").write_text("num_generations: 3\nbatch_size: 1\nwarmup_steps: 7\n")
-    own = STAGES["grpo"].partition(" --rejection_method")[0] + " --max_completion_length 9"
+    words = STAGES["grpo"].partition(" --rejection_method")[0] + " --max_completion_length 9"
     with tiny.working_directory(folder):
-        flags = f"--config run.yaml {COMMON} {own} --seed 1".split()
+        flags = f"--config run.yaml {COMMON} {words} --seed 1".split()
         text = command.write("train_grpo.py", flags).read_text()
     page = data(text)
     assert page["settings"].items() >= {"num_candidates": 3, "num_generations": 3}.items()
@@ -271,8 +271,8 @@ def test_a_recorded_page_points_to_the_lines_that_it_shows(file, tmp_path):
     places = [*recorded["quantities"].values(), *recorded["boxes"]]
     assert len(places) > 15
     for place in places:
-        part = file.parent.name
-        advice = f"python -m experiments.evidence.tables, else make results PARTS={part}"
+        target = file.parent.name
+        advice = f"python -m experiments.evidence.tables, else make results PARTS={target}"
         assert is_there(place), f"{place['file']}:{place['line']} has moved: {advice}"
         assert f"{place['file']}:{place['line']}" in text
         assert str(escape(place["text"])) in text

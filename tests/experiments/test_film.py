@@ -96,8 +96,8 @@ def test_rows_are_votes_on_sentences_of_one_split(folder):
         assert row["margin"] > 0
         assert (row["margin"], others) in votes
     halves = [
-        {row[name] for row in rows(f"{part}/train") for name in ("chosen", "rejected")}
-        for part in ("proxy", "gold")
+        {row[name] for row in rows(f"{half}/train") for name in ("chosen", "rejected")}
+        for half in ("proxy", "gold")
     ]
     assert halves[0].isdisjoint(halves[1])
     matched = [row[name] for row in rows("means/test") for name in ("chosen", "rejected")]
@@ -110,29 +110,29 @@ def test_rows_are_votes_on_sentences_of_one_split(folder):
 
 def test_baselines_score_the_test_rows(folder):
     baselines.main("v.tar.gz", "baselines")
-    found = json.loads(Path("baselines/scores.json").read_text())
+    results = json.loads(Path("baselines/scores.json").read_text())
     train = rows("sft/train")
     texts = [(row["prompt"] + row["completion"]).removeprefix("Film review: ") for row in train]
     pairs = rows("means/test")
-    for part, name in (("votes", "proxy"), ("means", "means")):
+    for kind, name in (("votes", "proxy"), ("means", "means")):
         expected = [[row["chosen_mean"], row["rejected_mean"]] for row in rows(f"{name}/test")]
-        assert found[part]["other people"] == expected
-        assert found[part]["lexicon"] == [[1.9, 1.9]] * len(expected)
+        assert results[kind]["other people"] == expected
+        assert results[kind]["lexicon"] == [[1.9, 1.9]] * len(expected)
     # Every term of the training sentences, by the normal equations
     counts = [Counter(baselines.terms(text)) for text in texts]
-    known = [t for t in set().union(*counts) if sum(t in own for own in counts) > 1]
-    seen = np.array([sum(t in own for own in counts) for t in known])
+    shared_terms = [t for t in set().union(*counts) if sum(t in counted for counted in counts) > 1]
+    seen = np.array([sum(t in counted for counted in counts) for t in shared_terms])
     idf = np.log((1 + len(texts)) / (1 + seen)) + 1
 
     def features(text: str) -> np.ndarray:
-        own = Counter(baselines.terms(text))
-        row = np.array([own[term] for term in known]) * idf
+        counted = Counter(baselines.terms(text))
+        row = np.array([counted[term] for term in shared_terms]) * idf
         return row / np.linalg.norm(row)
 
     x = np.stack([features(text) for text in texts])
     y = np.array([row["mean_rating"] for row in train])
-    weights = np.linalg.solve(x.T @ x + np.eye(len(known)), x.T @ (y - y.mean()))
-    for row, scores in zip(pairs, found["means"]["ridge"], strict=True):
+    weights = np.linalg.solve(x.T @ x + np.eye(len(shared_terms)), x.T @ (y - y.mean()))
+    for row, scores in zip(pairs, results["means"]["ridge"], strict=True):
         for side, score in zip(("chosen", "rejected"), scores, strict=True):
             assert score == pytest.approx(y.mean() + features(row[side]) @ weights, abs=1e-5)
 

@@ -2,7 +2,7 @@
 
 Targets: plain scoring of single completions, models that were exported instead of checkpoints, rows
 chosen by hand, and curves that were made to turn. The whole chain runs at tiny size on local rows,
-with a reward model of its own as gold.
+with another reward model as gold.
 
 Best of n is estimated without bias, curves are fitted, and a drop is no accident. Targets of best
 of n and the bound of its KL: the mean over all subsets of a pool, which has no bias, and the exact
@@ -91,20 +91,22 @@ def measurer(folder: Path, **changes: Any) -> Measurer:
 
 @torch.no_grad()
 def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
-    found = measurer(folder)
-    lm = tiny.causal_lm("gpt2", seed=1, vocab_size=len(found.vocabulary.tokenizer), n_positions=128)
-    export.save_pretrained(Policy(lm), found.vocabulary, folder / "other" / "model")
-    examples = found.held_out
-    measured = found.measure("other/model", 3)
-    rollouts = found.draw(found.load("other/model"), examples, 3)
-    texts = rollouts.texts(found.vocabulary.tokenizer)
-    judge = found.proxy.reward_models["judge/model"].model
+    judges = measurer(folder)
+    lm = tiny.causal_lm(
+        "gpt2", seed=1, vocab_size=len(judges.vocabulary.tokenizer), n_positions=128
+    )
+    export.save_pretrained(Policy(lm), judges.vocabulary, folder / "other" / "model")
+    examples = judges.held_out
+    measured = judges.measure("other/model", 3)
+    rollouts = judges.draw(judges.load("other/model"), examples, 3)
+    texts = rollouts.texts(judges.vocabulary.tokenizer)
+    judge = judges.proxy.reward_models["judge/model"].model
     for i, ids in enumerate(rollouts.completion_ids):
         place, example = (i // 3, i % 3), examples[i // 3]
         alone = [data.Example(0, "", example.prompt_ids, [ids], {})]
         pi, ref, reward = (
-            scoring.score_examples(model, alone, found.config, found.vocabulary, "")
-            for model in (found.load("other/model"), found.reference, judge)
+            scoring.score_examples(model, alone, judges.config, judges.vocabulary, "")
+            for model in (judges.load("other/model"), judges.reference, judge)
         )
         assert measured.log_ratio[place] == pytest.approx(float(pi - ref), abs=1e-3)
         reward = float(reward) if rollouts.has_stop[i] else -1.0
@@ -112,7 +114,7 @@ def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
         gold = synthetic.gold_reward(texts[i], example.columns["facts"])
         assert measured.gold[place] == pytest.approx(gold, abs=1e-6)
     assert measured.log_ratio.mean() > 0.5  # the models differ
-    assert found.measure("sft/model", 2).log_ratio == pytest.approx(0, abs=1e-3)
+    assert judges.measure("sft/model", 2).log_ratio == pytest.approx(0, abs=1e-3)
 
 
 def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(folder):
@@ -120,7 +122,7 @@ def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(folder
     rollouts = first.draw(first.reference, first.held_out, 4)
     stopped = rollouts.has_stop.numpy().reshape(5, 4)
     assert 0 < stopped.sum() < 20
-    before, after = (found.measure("sft/model", 4) for found in (first, second))
+    before, after = (judges.measure("sft/model", 4) for judges in (first, second))
     assert (before.proxy[~stopped] == -1).all()
     assert (after.proxy[~stopped] == -77).all()
     assert after.proxy[stopped] == pytest.approx(before.proxy[stopped])
@@ -132,9 +134,9 @@ def test_a_checkpoint_is_measured_as_the_model_that_was_exported_from_it(folder)
     recipe |= {"output_dir": "grpo", "reward_funcs": ["gold"], "num_candidates": 4, "beta": 0.0}
     recipe |= {"num_generations": 4, "batch_size": 4, "save_steps": 1, "learning_rate": 1e-2}
     train_grpo.main(GRPOConfig(**recipe))
-    found = measurer(folder)
-    first, last = (found.measure(f"grpo/checkpoints/step_{step:08d}", 2) for step in (1, 2))
-    exported = found.measure("grpo/model", 2)
+    judges = measurer(folder)
+    first, last = (judges.measure(f"grpo/checkpoints/step_{step:08d}", 2) for step in (1, 2))
+    exported = judges.measure("grpo/model", 2)
     for name in ("gold", "proxy", "log_ratio"):
         assert (getattr(last, name) == getattr(exported, name)).all()
     assert (first.log_ratio != last.log_ratio).any()
@@ -142,7 +144,7 @@ def test_a_checkpoint_is_measured_as_the_model_that_was_exported_from_it(folder)
     shard = next(folder.glob("grpo/checkpoints/step_00000001/*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"step_00000001 cannot be read: shard-.* bytes"):
-        found.measure("grpo/checkpoints/step_00000001", 2)
+        judges.measure("grpo/checkpoints/step_00000001", 2)
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -169,12 +171,12 @@ def test_more_pairs_than_there_are_are_refused():
 
 
 def test_runs_compute_in_bfloat16_where_the_experiment_does(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(stages, "run", lambda stage, _: made.append(stage.flags.get("bf16")))
-    given = {"output_dir": str(tmp_path), "model_name_or_path": "policy", "proxy": "reward"}
+    commands = []
+    monkeypatch.setattr(stages, "run", lambda stage, _: commands.append(stage.flags.get("bf16")))
+    models = {"output_dir": str(tmp_path), "model_name_or_path": "policy", "proxy": "reward"}
     for bf16 in (False, True):
-        Chain(settings(**given, bf16=bf16), 3).make("dpo", "dpo", "dpo.yaml", beta=0.1)
-    assert made == [None, True]
+        Chain(settings(**models, bf16=bf16), 3).make("dpo", "dpo", "dpo.yaml", beta=0.1)
+    assert commands == [None, True]
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -243,14 +245,14 @@ def test_the_recipes_parse_with_nothing_ignored():
     demo = RECIPES / "overoptimization" / "demo.yaml"
     config = parse(OveroptimizationConfig, ["--config", str(demo)])
     assert len(config.seeds) >= 3
-    given = ["--model_name_or_path", "sft", "--output_dir", "x"]
+    arguments = ["--model_name_or_path", "sft", "--output_dir", "x"]
     for name, script in (("reward", "reward"), ("rejection", "sft"), ("dpo", "dpo")):
         recipe = ROOT / getattr(config, f"{name}_recipe")
-        parse(stages.config_class(f"train_{script}"), ["--config", str(recipe), *given])
-    grpo = ["--config", str(ROOT / config.grpo_recipe), *given, "--reward_funcs", "gold"]
-    found = parse(GRPOConfig, grpo)
-    assert found.max_steps % found.save_steps == 0
-    assert found.lr_scheduler_type == "constant"
+        parse(stages.config_class(f"train_{script}"), ["--config", str(recipe), *arguments])
+    grpo = ["--config", str(ROOT / config.grpo_recipe), *arguments, "--reward_funcs", "gold"]
+    parsed = parse(GRPOConfig, grpo)
+    assert parsed.max_steps % parsed.save_steps == 0
+    assert parsed.lr_scheduler_type == "constant"
     parse(SFTConfig, ["--config", str(ROOT / config.sft_recipe)])
 
 
@@ -308,9 +310,12 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
         num_samples=2,
     )
     overoptimization.main(config)
-    known = read_jsonl(folder / "rows" / "train.jsonl")
+    train_rows = read_jsonl(folder / "rows" / "train.jsonl")
     pairs = [read_jsonl(folder / f"out/seed_{seed}/proxy_pairs.jsonl") for seed in (3, 4)]
-    assert all(len(own) == 6 and all(row in known for row in own) for own in pairs)
+    assert all(
+        len(chosen_rows) == 6 and all(row in train_rows for row in chosen_rows)
+        for chosen_rows in pairs
+    )
     assert pairs[0] != pairs[1]
     names = ["proxy", "rejection_2", "dpo_0.1", "grpo"]
     assert started == [f"out/seed_{seed}/{name}" for seed in (3, 4) for name in names]
@@ -363,12 +368,12 @@ def test_the_estimate_is_the_mean_over_all_subsets(has_ties):
         proxy = generator.integers(0, 3, size=(3, 7)).astype(float)
     values = generator.normal(size=(3, 7))
     sizes = [1, 2, 4, 7]
-    found = best_of_n(proxy, values, sizes)
+    estimates = best_of_n(proxy, values, sizes)
     for row, size in enumerate(sizes):
         for prompt in range(3):
-            own = (proxy[prompt], values[prompt])
-            wanted = np.mean([best_of_subset(*own, s) for s in combinations(range(7), size)])
-            assert found[row, prompt] == pytest.approx(wanted, abs=1e-12)
+            of_prompt = (proxy[prompt], values[prompt])
+            wanted = np.mean([best_of_subset(*of_prompt, s) for s in combinations(range(7), size)])
+            assert estimates[row, prompt] == pytest.approx(wanted, abs=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64])
@@ -397,26 +402,26 @@ def literal(form: str, d: np.ndarray, alpha: float, beta: float) -> np.ndarray:
 
 @pytest.mark.parametrize(("form", "alpha", "beta"), [("bon", 0.7, 0.2), ("rl", 0.3, 0.4)])
 def test_the_parameters_of_exact_points_are_found(form, alpha, beta):
-    found = fit(form, D, literal(form, D, alpha, beta))
-    assert (found.alpha, found.beta) == pytest.approx((alpha, beta), abs=1e-5)
-    assert found.rmse == pytest.approx(0, abs=1e-5)
+    fitted = fit(form, D, literal(form, D, alpha, beta))
+    assert (fitted.alpha, fitted.beta) == pytest.approx((alpha, beta), abs=1e-5)
+    assert fitted.rmse == pytest.approx(0, abs=1e-5)
     fine = np.linspace(0.01, 6, 100_000)
     curve = literal(form, fine, alpha, beta)
-    assert found.at(fine) == pytest.approx(curve, abs=1e-4)
+    assert fitted.at(fine) == pytest.approx(curve, abs=1e-4)
 
 
 @pytest.mark.parametrize("form", ["bon", "rl"])
 def test_no_other_parameters_have_a_smaller_residual(form):
     gains = np.random.default_rng(0).normal(size=D.shape)
-    found = fit(form, D, gains)
+    fitted = fit(form, D, gains)
 
     def rmse(alpha: float, beta: float) -> float:
         return math.sqrt(np.mean((literal(form, D, alpha, beta) - gains) ** 2))
 
-    assert rmse(found.alpha, found.beta) == pytest.approx(found.rmse, abs=1e-6)
+    assert rmse(fitted.alpha, fitted.beta) == pytest.approx(fitted.rmse, abs=1e-6)
     for step in (-1e-2, 1e-2):
-        assert rmse(found.alpha + step, found.beta) > found.rmse
-        assert rmse(found.alpha, found.beta + step) > found.rmse
+        assert rmse(fitted.alpha + step, fitted.beta) > fitted.rmse
+        assert rmse(fitted.alpha, fitted.beta + step) > fitted.rmse
 
 
 def test_an_estimate_of_kl_below_zero_counts_as_zero():

@@ -70,8 +70,8 @@ def test_every_chain_has_its_stages():
         "sentiment": SENTIMENT,
         "film": ("sft", "reward", "evaluate"),
     }
-    found = {path.relative_to(RECIPES).as_posix() for path in FILES}
-    assert found == {f"{chain}/{stage}.yaml" for chain in stages for stage in stages[chain]}
+    recipes = {path.relative_to(RECIPES).as_posix() for path in FILES}
+    assert recipes == {f"{chain}/{stage}.yaml" for chain in stages for stage in stages[chain]}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -82,10 +82,10 @@ def test_every_key_of_a_recipe_reaches_the_config(path):
     keys = [line.split(":")[0] for line in path.read_text().splitlines() if line[:1].isalpha()]
     assert keys == list(recipe), "YAML keeps the last of two equal keys in silence"
     for key, value in recipe.items():
-        found = getattr(config, key)
-        assert found == value, key
-        assert isinstance(found, bool) == isinstance(value, bool), key  # True == 1
-        assert type(found) is (get_origin(types[key]) or types[key]), key
+        parsed = getattr(config, key)
+        assert parsed == value, key
+        assert isinstance(parsed, bool) == isinstance(value, bool), key  # True == 1
+        assert type(parsed) is (get_origin(types[key]) or types[key]), key
     folder = "evaluation" if path.stem == "evaluate" else path.stem
     assert config.output_dir == f"output/{path.parent.name}/{folder}"
 
@@ -178,8 +178,8 @@ def test_scitldr_s_script_makes_the_rows_of_its_recipes(tmp_path):
     pairs = load_rows(
         tiny.train_config(), str(tmp_path / "data/summeval_preference"), "validation", "preference"
     )
-    found = {(row["chosen"], row["rejected"], row["margin"]) for row in pairs}
-    assert found == {(" b", " a", 1.75), (" c", " a", 1.5)}
+    triples = {(row["chosen"], row["rejected"], row["margin"]) for row in pairs}
+    assert triples == {(" b", " a", 1.75), (" c", " a", 1.5)}
     assert len(read_jsonl(tmp_path / "data/summeval_preference/train.jsonl")) == 4 * 2
 
 
@@ -271,8 +271,8 @@ def test_one_sentence_passes_if_it_is_short_and_about_the_text(working_directory
         ("We do not do as it is in the one.", 0),  # says nothing
     ):
         answer = [{"role": "assistant", "content": completion}]
-        found = judge([row["prompt"]], [answer], [[1]], {"text": [text]}).total
-        assert found.tolist() == [passes], completion
+        scores = judge([row["prompt"]], [answer], [[1]], {"text": [text]}).total
+        assert scores.tolist() == [passes], completion
 
 
 CLASSIFIER = "siebert/sentiment-roberta-large-english"
@@ -302,9 +302,9 @@ def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory):
         texts = [[row[name] for row in pairs] for name in ("chosen", "rejected")]
         for completions, name in zip(texts, ("chosen_reward", "rejected_reward"), strict=True):
             prompts = [row["prompt"] for row in pairs]
-            found = gold(prompts, completions, [[1]] * len(pairs), {}).total
+            scores = gold(prompts, completions, [[1]] * len(pairs), {}).total
             target = torch.tensor([row[name] for row in pairs])
-            torch.testing.assert_close(found, target, rtol=0, atol=1e-3)
+            torch.testing.assert_close(scores, target, rtol=0, atol=1e-3)
     results = json.loads((folder / "evaluation" / "results.json").read_text())
     assert {system["name"] for system in results["systems"]} == {"sft", "dpo", "grpo"}
     for system in results["systems"]:
@@ -362,8 +362,8 @@ def test_rows_of_gsm8k_are_conversations_with_a_final_answer(working_directory):
     rewards = tiny.reward_functions(recipe["reward_funcs"], recipe["reward_weights"])
     completions = [row["completion"] for row in rows]
     columns = {"answer": [row["answer"] for row in rows[:-1]] + ["#### 0"]}
-    found = rewards([row["prompt"] for row in rows], completions, [[1]] * len(rows), columns)
-    torch.testing.assert_close(found.total, torch.tensor([1.1] * (len(rows) - 1) + [0.1]))
+    scores = rewards([row["prompt"] for row in rows], completions, [[1]] * len(rows), columns)
+    torch.testing.assert_close(scores.total, torch.tensor([1.1] * (len(rows) - 1) + [0.1]))
 
 
 def test_policies_are_evaluated_without_any_judge(working_directory):
@@ -389,6 +389,8 @@ def check_results(folder: Path, chain: str) -> None:
     assert results["num_pairs"] == NUM_PAIRS
     by_source = {"tldr": NUM_PAIRS - NUM_CNN_DM, "cnn_dm": NUM_CNN_DM}
     for system in results["comparison"]["systems"]:
-        found = {n: own["num_pairs"] for n, own in system["accuracy_by"]["source"].items()}
-        assert found == by_source
+        num_pairs = {
+            n: of_source["num_pairs"] for n, of_source in system["accuracy_by"]["source"].items()
+        }
+        assert num_pairs == by_source
     assert (folder / "report.md").is_file()

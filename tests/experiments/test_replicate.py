@@ -145,7 +145,7 @@ def test_a_recipe_of_downloaded_data_runs_on_local_rows_of_its_schema(folder, ma
 
 
 def test_what_cannot_be_is_refused(folder):
-    for arguments, told in (
+    for arguments, sentence in (
         ([], "--recipe is ''; it must be a folder with recipes of stages (sft.yaml, pairs.yaml,"),
         (["--recipe", "tests"], "or one of count, demo, distillation, film, gsm8k"),
         (["--recipe", "demo", "--seeds", "1", "1"], "must be one or more distinct numbers"),
@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused(folder):
     ):
         with pytest.raises(UserError) as caught:
             replicate.main(parse(ReplicateConfig, arguments))
-        assert told in str(caught.value)
+        assert sentence in str(caught.value)
 
 
 def test_a_recipe_s_patches_are_those_of_its_stages(folder, capsys):
@@ -261,8 +261,8 @@ def test_one_data_set_takes_the_place_of_one(folder):
 
     mine = ["dataset_name=mine"]
     assert data_sets("demo", *mine) == [*mine * 5, "sft_dataset_name=mine"]
-    own = ["reward.dataset_name=pairs", "sft_dataset_name=its"]
-    assert data_sets("demo", *own, *mine) == (
+    changes = ["reward.dataset_name=pairs", "sft_dataset_name=its"]
+    assert data_sets("demo", *changes, *mine) == (
         [*mine * 4, "dataset_name=pairs", "sft_dataset_name=its"]
     )
     renamed = ["prompts_dataset_name=mine", "sft_dataset_name=mine"]
@@ -313,12 +313,12 @@ def test_a_dry_run_starts_every_stage_and_trains_none(folder, made, capsys):
     replicate.main(parse(ReplicateConfig, [*arguments, *SHORT]))
     assert "all 5 stages can start" in capsys.readouterr().out
     Path("rows.jsonl").write_text('{"prompt": "1 2", "completion": " 3"}\n' * 4)
-    for override, told in (
+    for override, sentence in (
         ("dpo.dataset_name=rows.jsonl", "train_dpo.py for dry/seed_0/dpo: rows.jsonl.*chosen"),
         ("grpo.reward_funcs=[mine.py:f]", "train_grpo.py for dry/seed_0/grpo: .*mine.py"),
         ("tokenizer_name_or_path=nowhere", "train_sft.py for dry/seed_0/sft: .*'nowhere'"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=sentence):
             replicate.main(parse(ReplicateConfig, [*arguments, *SHORT, override]))
     assert not made
     assert not Path("dry").exists()

@@ -27,7 +27,7 @@ def test_a_judge_is_known_by_its_name_whatever_it_gave():
 
 
 def test_a_family_of_intervals_holds_together():
-    """Of 10 effects with a base in common, 8 seeds, none there: all told right in 95 of 100."""
+    """10 effects of size 0 with a common base, 8 seeds: in 95 of 100 cases none is significant."""
     generator = np.random.default_rng(2)
     variant, wrong = Variant("detail", "choice", "stage"), {0: 0, 10: 0}
     for _ in range(500):
@@ -62,17 +62,17 @@ def test_a_paired_difference_is_scipy_s_paired_t_test():
     base = generator.normal(size=4)
     values = base + 0.3 + 0.1 * generator.normal(size=4)
     variant = Variant("detail", "choice", "stage")
-    found = Effect(variant, "outcome", values.tolist(), base.tolist()).difference
+    ours = Effect(variant, "outcome", values.tolist(), base.tolist()).difference
     target = stats.ttest_rel(values, base)
     interval = target.confidence_interval(0.95)
-    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
-    assert found.mean == pytest.approx(float((values - base).mean()))
-    assert found.n == 4
-    assert found.excludes_zero == bool(target.pvalue < 0.05)
+    assert (ours.low, ours.high) == pytest.approx((interval.low, interval.high))
+    assert ours.mean == pytest.approx(float((values - base).mean()))
+    assert ours.n == 4
+    assert ours.excludes_zero == bool(target.pvalue < 0.05)
     back = Effect(variant, "outcome", base.tolist(), values.tolist()).difference
-    assert back.mean == pytest.approx(-found.mean)
+    assert back.mean == pytest.approx(-ours.mean)
     unpaired = over_seeds(values.tolist())
-    assert found.high - found.low < unpaired.high - unpaired.low, "what both share cancels"
+    assert ours.high - ours.low < unpaired.high - unpaired.low, "what both share cancels"
 
 
 def test_an_interval_of_shares_never_leaves_0_to_100():
@@ -80,15 +80,15 @@ def test_an_interval_of_shares_never_leaves_0_to_100():
     shares, by_seed = [86.5, 88.5, 97.9], "(86.50, 88.50, 97.90)"
     assert sweep.level(shares, "stop_rate").endswith(f"6.09 {by_seed}")
     assert sweep.level(shares, "length").endswith("[75.85, 106.09]")
-    found = {("sft", "stop_rate"): dict(enumerate(shares))}
-    assert replication.comparison([], found).rows[0][3] == by_seed
+    measured = {("sft", "stop_rate"): dict(enumerate(shares))}
+    assert replication.comparison([], measured).rows[0][3] == by_seed
     assert sweep.level([50.0, 51.0, 52.0], "accuracy").endswith("[48.52, 53.48]")
     assert sweep.level([50.0], "accuracy") == "50.00"
 
 
 def test_one_seed_has_no_interval():
-    found = over_seeds([0.4])
-    assert (found.mean, found.sd, found.low, found.high, found.n) == (0.4, None, None, None, 1)
-    assert not found.excludes_zero
+    alone = over_seeds([0.4])
+    assert (alone.mean, alone.sd, alone.low, alone.high, alone.n) == (0.4, None, None, None, 1)
+    assert not alone.excludes_zero
     with pytest.raises(RuntimeError, match="not finite"):
         over_seeds([0.4, float("nan")])

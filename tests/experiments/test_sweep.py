@@ -104,7 +104,7 @@ def pretend(stage: Stage, num_processes: int = 1) -> None:
 
 @pytest.fixture(autouse=True)
 def recipes(tmp_path, monkeypatch):
-    """Recipes that say nothing, in the folder where the test is; flags of no script."""
+    """Empty recipes, in the folder where the test runs; flags of no script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "check_flags", lambda stages: None)
     for name in ("sft", "reward", "grpo", "evaluate"):
@@ -115,15 +115,15 @@ def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypa
     monkeypatch.setattr(sweep, "run", pretend)
     sweep.main(["--config", write(tmp_path, small())])
     record = json.loads(Path("sweep/sweep.json").read_text())
-    found = {(e["choice"], e["outcome"]): e["difference"] for e in record["effects"]}
+    by_choice = {(e["choice"], e["outcome"]): e["difference"] for e in record["effects"]}
     differences = [100 * EFFECTS[seed] for seed in (0, 1, 2)]
     target = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
-    zeros = found["zeros", "accuracy"]
+    zeros = by_choice["zeros", "accuracy"]
     assert zeros["mean"] == pytest.approx(2.0)
     assert (zeros["low"], zeros["high"]) == pytest.approx((target.low, target.high))
     assert zeros["n"] == 3
-    assert found["none", "gold_reward"]["mean"] == pytest.approx(0)
-    assert found["none", "entropy"]["mean"] == pytest.approx(0)
+    assert by_choice["none", "gold_reward"]["mean"] == pytest.approx(0)
+    assert by_choice["none", "entropy"]["mean"] == pytest.approx(0)
     lines = [(e["choice"], e["outcome"], e["together"]["family"]) for e in record["effects"]]
     assert lines == [
         ("zeros", "accuracy", 1),
@@ -158,16 +158,16 @@ def test_every_judged_run_may_be_compared_with_one_stage(tmp_path, monkeypatch, 
     contents["compared_with"] = "grpo"
     sweep.main(["--config", write(tmp_path, contents)])
     record = json.loads(Path("sweep/sweep.json").read_text())
-    found = {(e["detail"], e["choice"], e["outcome"]): e for e in record["effects"]}
-    assert {key[:2] for key in found} == {
+    effects = {(e["detail"], e["choice"], e["outcome"]): e for e in record["effects"]}
+    assert {key[:2] for key in effects} == {
         ("dpo", "as in the recipe"),
         ("scope", "wide"),
         ("scope", "none"),
     }
     target = stats.ttest_1samp([2.0, 3.0, 1.0], 0).confidence_interval(0.95)
-    own = found["dpo", "as in the recipe", "gold_reward"]
-    assert own["difference"]["low"] == pytest.approx(target.low)
-    assert own["base_by_seed"] == [100 * NOISE[seed] for seed in (0, 1, 2)]
+    effect = effects["dpo", "as in the recipe", "gold_reward"]
+    assert effect["difference"]["low"] == pytest.approx(target.low)
+    assert effect["base_by_seed"] == [100 * NOISE[seed] for seed in (0, 1, 2)]
     out = capsys.readouterr().out
     assert "(32.00, -47.00, 11.00)" in out, "of the run itself"
     assert f"+2.00 [{target.low:+.2f}, {target.high:+.2f}]" in out
@@ -177,14 +177,14 @@ def test_every_judged_run_may_be_compared_with_one_stage(tmp_path, monkeypatch, 
 
 
 def test_a_variant_is_built_on_the_base_of_its_seed(tmp_path):
-    found = read_sweep(write(tmp_path, small()))
-    runs = {str(stage.output_dir): stage.flags for stage, _ in found.training(1)}
+    described = read_sweep(write(tmp_path, small()))
+    runs = {str(stage.output_dir): stage.flags for stage, _ in described.training(1)}
     base = "sweep/seed_1/base"
     scope = runs["sweep/seed_1/grpo_scope_none/grpo"]
     assert scope["reward_funcs"] == [f"{base}/reward/model"]
     assert (scope["seed"], scope["x"]) == (1, 2)
     assert "x" not in runs[f"{base}/grpo"]
-    policies, models = found.evaluations(1)
+    policies, models = described.evaluations(1)
     assert policies.flags["policies"] == [
         f"{base}/grpo/model",
         "sweep/seed_1/grpo_scope_wide/grpo/model",
@@ -204,8 +204,8 @@ def test_a_file_that_cannot_be_is_refused(tmp_path):
         return str(caught.value)
 
     first = lambda c: c["variants"][0]  # noqa: E731
-    said = message(lambda c: first(c).update(flag=1))
-    assert "unexpected keyword argument 'flag' (the keys are detail, choice, stage, flags" in said
+    text = message(lambda c: first(c).update(flag=1))
+    assert "unexpected keyword argument 'flag' (the keys are detail, choice, stage, flags" in text
     assert "required positional argument: 'stage'" in message(lambda c: first(c).pop("stage"))
     assert "'ppo'; it must be one of reward" in message(lambda c: first(c).update(stage="ppo"))
     assert "each must be there once" in message(lambda c: c["variants"].append(first(c)))
@@ -218,12 +218,12 @@ def test_a_file_that_cannot_be_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["ablations", "iterative"])
 def test_a_shipped_sweep_asks_for_what_the_stages_take(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = read_sweep(str(RECIPES / name / "demo.yaml"))
-    assert len(found.seeds) >= 3
-    for stage, num_processes in found.training(0):
+    shipped = read_sweep(str(RECIPES / name / "demo.yaml"))
+    assert len(shipped.seeds) >= 3
+    for stage, num_processes in shipped.training(0):
         config_of(stage)
         assert num_processes in (1, 2)
-    for stage in found.evaluations(0):
+    for stage in shipped.evaluations(0):
         config_of(stage)
 
 
@@ -231,8 +231,8 @@ def test_iterative_dpo_and_grpo_sample_and_train_on_as_much(monkeypatch):
     monkeypatch.chdir(ROOT)
     runs = {}
     for stage, _ in read_sweep(str(RECIPES / "iterative" / "demo.yaml")).training(0):
-        own = config_of(stage)
-        runs[stage.output_dir.name] = runs.get(stage.output_dir.name, own)
+        config = config_of(stage)
+        runs[stage.output_dir.name] = runs.get(stage.output_dir.name, config)
     grpo, rounds = runs["grpo"], [runs[f"round_{i}"] for i in (1, 2, 3)]
     sampled = grpo.max_steps * grpo.batch_size * grpo.num_candidates
     rows = [
@@ -240,7 +240,7 @@ def test_iterative_dpo_and_grpo_sample_and_train_on_as_much(monkeypatch):
         for run in (runs["once"], *rounds)
     ]
     prompts = zip(rows, (runs["once"], *rounds), strict=True)
-    assert [own * run.num_candidates for own, run in prompts] == [sampled, *[sampled / 3] * 3]
+    assert [config * run.num_candidates for config, run in prompts] == [sampled, *[sampled / 3] * 3]
     assert runs["once"].max_steps == sum(run.max_steps for run in rounds) == grpo.max_steps
     for run in (runs["once"], *rounds):
         assert run.num_generations == grpo.num_generations
@@ -307,22 +307,22 @@ def test_without_position_ids_left_padding_changes_scores_and_not_what_is_sample
 
     def scores() -> tuple[float, float]:
         alone = padding.padded_batch(prompts, completions, 1)
-        beside = padding.padded_batch(*longer, 1)
+        padded = padding.padded_batch(*longer, 1)
         with torch.no_grad():
-            return float(sequence_scores(model, alone)), float(sequence_scores(model, beside)[0])
+            return float(sequence_scores(model, alone)), float(sequence_scores(model, padded)[0])
 
-    alone, beside = scores()
-    assert beside == pytest.approx(alone, abs=1e-4)
+    alone, padded = scores()
+    assert padded == pytest.approx(alone, abs=1e-4)
     runpy.run_path(str(ABLATIONS / "bugs" / "no_position_ids.py"))
-    still_alone, beside = scores()
+    still_alone, padded = scores()
     assert still_alone == pytest.approx(alone, abs=1e-4)
-    assert abs(beside - alone) > 0.1
+    assert abs(padded - alone) > 0.1
     with torch.no_grad():
-        alone, beside = (
+        alone, padded = (
             decode.CopyingDecoder(model.lm, ids, 1, pad_id=1).logits[0]
             for ids in (prompts, longer[0])
         )
-    torch.testing.assert_close(beside, alone, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(padded, alone, atol=1e-4, rtol=1e-4)
 
 
 def test_the_origin_normalises_first_and_so_looks_at_few_of_its_candidates(monkeypatch):
@@ -340,21 +340,21 @@ def test_the_origin_normalises_first_and_so_looks_at_few_of_its_candidates(monke
     runpy.run_path(str(RECIPES / "origin" / "normalised_first.py"))
     drawn = SimpleNamespace(has_stop=torch.ones(400 * 64, dtype=torch.bool))
     drawn.has_stop[5] = False
-    found = rollouts.reward(7 * raw + 3, None, drawn, config, 0, 1).total
+    rewards = rollouts.reward(7 * raw + 3, None, drawn, config, 0, 1).total
     target = (raw - raw.mean(1, keepdim=True)) / raw.std(1, keepdim=True)
     target[0, 5] = -1
-    torch.testing.assert_close(found, target, atol=1e-3, rtol=0)  # whatever the model's scale is
+    torch.testing.assert_close(rewards, target, atol=1e-3, rtol=0)  # whatever the model's scale is
     drawn.has_stop = drawn.has_stop[:400]
     found_once = rollouts.reward(raw[:, :1], None, drawn, config, 0, 1).total
     assert found_once[5] == -1
     assert torch.equal(found_once[6:], raw[6:, :1]), "an evaluation's completions have no group"
     assert seen == [False, False], "the penalty is not normalised"
-    how = {"num_keep": 8, "temperature": 2.0, "method": "rso"}
+    options = {"num_keep": 8, "temperature": 2.0, "method": "rso"}
     seeds = torch.arange(400)
-    looked_at = advantages.num_candidates_seen(found, **how, seed=seeds).double().mean()
+    looked_at = advantages.num_candidates_seen(rewards, **options, seed=seeds).double().mean()
     assert looked_at == pytest.approx(23, abs=1.5)
-    kept = advantages.rejection_sample(found, **how, seed=seeds)
-    assert found.gather(1, kept).mean() == pytest.approx(0.5, abs=0.05)
+    kept = advantages.rejection_sample(rewards, **options, seed=seeds)
+    assert rewards.gather(1, kept).mean() == pytest.approx(0.5, abs=0.05)
 
 
 def test_dropout_acts_where_a_gradient_is_wanted(monkeypatch):
@@ -368,9 +368,9 @@ def test_dropout_acts_where_a_gradient_is_wanted(monkeypatch):
 
     noisy = [*rewards(), *rewards()]
     assert len(set(noisy)) == 4, "every row and forward has noise of its own"
-    parts = [part for part in model.modules() if isinstance(part, torch.nn.Dropout)]
-    assert len(parts) == 1 + 2 * 3  # of the embeddings; of each block attention, and two residuals
-    assert {part.p for part in parts} == {0.1}
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Dropout)]
+    assert len(layers) == 1 + 2 * 3  # of the embeddings; of each block attention, and two residuals
+    assert {layer.p for layer in layers} == {0.1}
     assert all(block.attn.training for block in fsdp.blocks(model))
     with torch.no_grad():
         quiet, again = rewards(), rewards()

@@ -67,7 +67,7 @@ def folders(tmp_path_factory, tokenizer_folder):
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """What the command prints, of the text that is piped into it and its arguments."""
+    """A function of piped text and arguments: the output of the command."""
 
     def run(piped, *words):
         monkeypatch.setattr(sys, "stdin", io.StringIO(piped))

@@ -34,15 +34,15 @@ def test_interval_is_students_where_one_factor_varies(axis):
     values = np.random.default_rng(0).normal(size=5)
     table = np.repeat(values[:, None], 7, axis=1) if axis == 0 else np.repeat(values[None], 7, 0)
     half = stats.t.ppf(0.975, 4) * values.std(ddof=1) / np.sqrt(5)
-    found = film.Crossed(table).interval()
-    assert found["mean"] == pytest.approx(values.mean())
-    assert (found["low"], found["high"]) == pytest.approx(
+    ends = film.Crossed(table).interval()
+    assert ends["mean"] == pytest.approx(values.mean())
+    assert (ends["low"], ends["high"]) == pytest.approx(
         (values.mean() - half, values.mean() + half)
     )
     alone = film.Crossed(values[None]).interval()
     assert alone["high"] == pytest.approx(values.mean() + half)
     five = film.Crossed(table).interval(family=5)
-    assert five["high"] - found["mean"] == pytest.approx(
+    assert five["high"] - ends["mean"] == pytest.approx(
         half * stats.t.ppf(1 - 0.025 / 5, 4) / stats.t.ppf(0.975, 4)
     )
 
@@ -51,12 +51,12 @@ def test_interval_is_students_where_one_factor_varies(axis):
 def test_interval_covers_as_often_as_it_says(scales):
     generator, covered = np.random.default_rng(1), []
     for _ in range(1000):
-        seeds, rows, rest = (
+        seeds, rows, both = (
             scale * generator.normal(size=s)
             for scale, s in zip(scales, [(3, 1), (1, 40), (3, 40)], strict=True)
         )
-        found = film.Crossed(seeds + rows + rest).interval()
-        covered.append(found["low"] < 0 < found["high"])
+        ends = film.Crossed(seeds + rows + both).interval()
+        covered.append(ends["low"] < 0 < ends["high"])
     assert np.mean(covered) > 0.93
 
 
@@ -87,9 +87,9 @@ def test_of_measured_completions_values_and_some_texts_are_kept(tmp_path):
     (tmp_path / "out" / file).write_text(json.dumps(record))
     for with_texts, keep in ((True, film.keep_texts), (False, film.keep_values)):
         keep(tmp_path / "out", tmp_path / "new")
-        found = json.loads((tmp_path / "new" / file).read_text())
-        assert found.pop("distinct") == shares
-        assert found == (record if with_texts else values | {"prompts": [], "texts": []})
+        kept = json.loads((tmp_path / "new" / file).read_text())
+        assert kept.pop("distinct") == shares
+        assert kept == (record if with_texts else values | {"prompts": [], "texts": []})
 
 
 def clear_caches() -> None:
@@ -159,27 +159,27 @@ def cells(table: str) -> dict[str, list[str]]:
 
 
 def test_reward_models_are_compared_on_the_same_pairs(records):
-    found = cells(film.reward_models())
-    assert found["250 votes"][0].startswith("50.0 [")
-    assert found["3,000 votes, other half: gold"][1] == "100.0 [100.0, 100.0]"
-    assert found["lexicon"][1].startswith("75.0 [")
-    assert found["other people"][1:] == ["–", "–"]
+    lines = cells(film.reward_models())
+    assert lines["250 votes"][0].startswith("50.0 [")
+    assert lines["3,000 votes, other half: gold"][1] == "100.0 [100.0, 100.0]"
+    assert lines["lexicon"][1].startswith("75.0 [")
+    assert lines["other people"][1:] == ["–", "–"]
     scores = np.array([[2 + s, -1, 1, 0] for s in range(SEEDS)])
-    correlation = np.mean([np.corrcoef(own, [2, -1, 1, 0])[0, 1] for own in scores])
-    assert found["ridge"][2] == f"{np.corrcoef([1, 0, 0, 1], [2, -1, 1, 0])[0, 1]:.2f}"
-    assert found["1,000 votes"][2].startswith(f"{correlation:.2f} [")
+    correlation = np.mean([np.corrcoef(of_seed, [2, -1, 1, 0])[0, 1] for of_seed in scores])
+    assert lines["ridge"][2] == f"{np.corrcoef([1, 0, 0, 1], [2, -1, 1, 0])[0, 1]:.2f}"
+    assert lines["1,000 votes"][2].startswith(f"{correlation:.2f} [")
     # 0.5, 0.5, 1, 1 at 0, 1, 2, 3 doublings
     assert film.growth().startswith("Twice the votes add 20.0 [")
 
 
 def test_methods_are_compared_at_the_same_kl(records):
-    found = cells(film.at_kls())
-    assert found["GRPO"][0].startswith("2.00 [")
-    assert found["GRPO"][1].startswith("2.83 [")
-    assert len(found["GRPO"]) == 2  # nothing reaches 5 or 10 nats
-    assert found["DPO"][0].startswith("1.00 [")
-    assert found["DPO"][1] == "–"
-    assert found["SFT on the best of 16"] == ["–", "–"]  # it was not run
+    lines = cells(film.at_kls())
+    assert lines["GRPO"][0].startswith("2.00 [")
+    assert lines["GRPO"][1].startswith("2.83 [")
+    assert len(lines["GRPO"]) == 2  # nothing reaches 5 or 10 nats
+    assert lines["DPO"][0].startswith("1.00 [")
+    assert lines["DPO"][1] == "–"
+    assert lines["SFT on the best of 16"] == ["–", "–"]  # it was not run
     between = cells(film.differences())
     assert between["GRPO with rejection - GRPO"] == ["+0.00 [+0.00, +0.00]"] * 2
     assert between["GRPO - best of n"][1].startswith("+2.83 [")
@@ -195,8 +195,8 @@ def test_with_penalty_not_stopping_costs_gold_too(records):
         gold, proxy = start[:, None] + halves * [1, 100], halves * [1, film.PENALTY]
         write(measured(records, seed) / "dpo_10.json", halves, gold, proxy)
         expected.append(2 - np.mean((start + 1 + film.PENALTY) / 2 - start))
-    found = cells(film.differences(with_penalty=True))["GRPO - DPO"][0]
-    assert found.startswith(f"{np.mean(expected):+.2f} [")
+    cell = cells(film.differences(with_penalty=True))["GRPO - DPO"][0]
+    assert cell.startswith(f"{np.mean(expected):+.2f} [")
     assert cells(film.differences())["GRPO - DPO"][0].startswith("-48.50 [")
 
 

@@ -46,10 +46,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def describe(tree: Path, **values: object) -> None:
     """Write the study's `record.yaml`."""
-    part = {"command": "adder {out}", "keep": ["kept.txt", "printed.md"], "needs": ["data/rows"]}
+    entry = {"command": "adder {out}", "keep": ["kept.txt", "printed.md"], "needs": ["data/rows"]}
     file = tree / "assets" / "recipes" / "study" / "record.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"one": {**part, "stages": [], **values}}))
+    file.write_text(json.dumps({"one": {**entry, "stages": [], **values}}))
 
 
 def commit(folder: Path) -> str:
@@ -60,16 +60,16 @@ def commit(folder: Path) -> str:
     return make.git("rev-parse", "HEAD")
 
 
-def record_of(part: str) -> Record:
-    record = studies.read_record(part)
+def record_of(name: str) -> Record:
+    record = studies.read_record(name)
     assert record
     return record
 
 
 def what_changed() -> str:
-    part = studies.recordings()["one"]
-    changed = studies.what_changed(part, record_of("one"))
-    assert (f"; since then {changed} have changed" in tables.source(part)) == bool(changed)
+    recording = studies.recordings()["one"]
+    changed = studies.what_changed(recording, record_of("one"))
+    assert (f"; since then {changed} have changed" in tables.source(recording)) == bool(changed)
     return changed
 
 
@@ -195,33 +195,33 @@ def test_a_part_that_lacks_an_input_is_left_out(tree: Path, capsys: pytest.Captu
 
 
 def test_the_code_of_a_record_imports_no_other_test():
-    own = {Path(path).stem for path in make.CODE if re.match(r"tests/\w+\.py$", path)}
-    files = [studies.ROOT / f"tests/{name}.py" for name in own]
+    modules = {Path(path).stem for path in make.CODE if re.match(r"tests/\w+\.py$", path)}
+    files = [studies.ROOT / f"tests/{name}.py" for name in modules]
     files += studies.ROOT.glob("experiments/**/*.py")
     for file in files:
         text = file.read_text()
         imported = re.findall(r"^\s*(?:from|import) tests\.(\w+)", text, re.MULTILINE)
         imported += re.findall(r"^\s*from tests import (\w+)", text, re.MULTILINE)
-        assert set(imported) <= own, file
+        assert set(imported) <= modules, file
 
 
 PARTS = studies.recordings()
 
 
-@pytest.mark.parametrize("part", PARTS.values(), ids=str)
-def test_a_record_is_of_the_command_of_its_part(part: studies.Recording):
-    if record := studies.read_record(part.name):
-        assert current.is_same_command(record.commands, part.words)
-        assert not current.is_same_command(record.commands, f"{part.words} --seed 1")
-        assert not current.is_same_command([], part.words)
+@pytest.mark.parametrize("recording", PARTS.values(), ids=lambda each: each.name)
+def test_a_record_is_of_the_command_of_its_part(recording: studies.Recording):
+    if record := studies.read_record(recording.name):
+        assert current.is_same_command(record.commands, recording.words)
+        assert not current.is_same_command(record.commands, f"{recording.words} --seed 1")
+        assert not current.is_same_command([], recording.words)
 
 
-@pytest.mark.parametrize("part", PARTS.values(), ids=str)
-def test_a_part_comes_after_those_that_it_needs(part: studies.Recording):
+@pytest.mark.parametrize("recording", PARTS.values(), ids=lambda each: each.name)
+def test_a_part_comes_after_those_that_it_needs(recording: studies.Recording):
     names = list(PARTS)
-    for path in part.needs:
+    for path in recording.needs:
         if path.startswith("output/"):
-            assert names.index(path.split("/")[1]) < names.index(part.name)
+            assert names.index(path.split("/")[1]) < names.index(recording.name)
 
 
 class ParsedError(BaseException):
@@ -229,7 +229,7 @@ class ParsedError(BaseException):
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("command", [part.words for part in PARTS.values()])
+@pytest.mark.parametrize("command", [recording.words for recording in PARTS.values()])
 def test_every_command_can_be_run_today(command, monkeypatch):
     def parse_known_args(parser, *arguments):
         options, strays = parse_words(parser, *arguments)
@@ -253,17 +253,21 @@ def test_every_command_can_be_run_today(command, monkeypatch):
 
 def test_of_completions_some_texts_and_every_reward_are_kept(tmp_path: Path):
     for seed in (0, 1):
-        own = {"completion": "a\u2028b", "rewards": {"gold": float(seed)}, "stopped": not seed}
+        completion = {
+            "completion": "a\u2028b",
+            "rewards": {"gold": float(seed)},
+            "stopped": not seed,
+        }
         file = tmp_path / "out" / f"seed_{seed}" / "evaluation" / "completions.jsonl"
         for folder in (file.parent, tmp_path / "new" / f"seed_{seed}" / "evaluation"):
             folder.mkdir(parents=True)
-        further = {"sft": [own | {"stopped": True}]}
-        lines = [{"id": n, "systems": {"sft": own}, "further": further} for n in range(4)]
+        further = {"sft": [completion | {"stopped": True}]}
+        lines = [{"id": n, "systems": {"sft": completion}, "further": further} for n in range(4)]
         write_atomically(file, map(json_line, lines))
     texts.keep_completions(tmp_path / "out", tmp_path / "new")
     samples = read_jsonl(tmp_path / "new" / "samples.jsonl")
     assert [line["id"] for line in samples] == [0, 1, 2]
     assert samples[0]["systems"]["sft"]["completion"] == "a\u2028b"
     kept = read_jsonl(tmp_path / "new" / "seed_1" / "evaluation" / texts.REWARDS)
-    own = [{"rewards": {"gold": 1.0}, "stopped": stopped} for stopped in (False, True)]
-    assert kept == [{"sft": own}] * 4
+    completion = [{"rewards": {"gold": 1.0}, "stopped": stopped} for stopped in (False, True)]
+    assert kept == [{"sft": completion}] * 4
