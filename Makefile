@@ -9,7 +9,7 @@
 # make sweep   what each detail of the papers matters on the embedded task, over seeds
 # make sweep SWEEP=assets/recipes/iterative/demo.yaml   iterative DPO beside GRPO, over seeds
 # make overoptimization   gold against proxy reward over the distance from SFT
-# make results   every recorded figure, on one commit; PARTS="demo kills" some of them
+# make results   every recorded figure, on one commit; PARTS="demo film" some: parts, or whole studies
 # make clean   removes .venv and output
 #
 # PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,
