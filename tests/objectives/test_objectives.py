@@ -304,9 +304,9 @@ def test_flags_of_dpo_reach_the_losses_that_have_them():
     assert simpo == {"beta": 0.3, "gamma": 0.0, "label_smoothing": 0.1}
     assert sft == {}
     assert config.objective_args == ["gamma=0.0"]
-    given = dpo_config(objective_args=["beta=0.7", "label_smoothing=0.2"])
-    assert (given.beta, given.label_smoothing, given.objective_args) == (0.7, 0.2, [])
-    assert given.implicit_reward.beta == 0.7
+    config = dpo_config(objective_args=["beta=0.7", "label_smoothing=0.2"])
+    assert (config.beta, config.label_smoothing, config.objective_args) == (0.7, 0.2, [])
+    assert config.implicit_reward.beta == 0.7
     with pytest.raises(UserError, match="ipo has no setting 'label_smoothing'; its settings are b"):
         dpo_config(loss_type=["ipo"], label_smoothing=0.1)
 
