@@ -69,13 +69,13 @@ def test_accuracy_is_drawn_with_its_interval_over_prompts(monkeypatch: pytest.Mo
     monkeypatch.setattr(replications, "draw_accuracy", lambda _, results, __: drawn.append(results))
     monkeypatch.setattr(replications, "draw_reward", lambda *_: None)
     monkeypatch.setattr(replications, "save", lambda *_: Path())
-    own = PreferenceAccuracy(0.6, 0.58, 0.62, 1_226, 0)
-    with_ends = replace(own, prompt_low=0.5, prompt_high=0.7)
+    overall = PreferenceAccuracy(0.6, 0.58, 0.62, 1_226, 0)
+    with_ends = replace(overall, prompt_low=0.5, prompt_high=0.7)
     compared = [
         ComparedScore(f"dpo {score}", replace(with_ends, accuracy=accuracy))
         for score, accuracy in (("logp", 0.4), ("implicit_reward", 0.6), ("mean_logp", 0.5))
     ]
-    systems = [System("dpo", "policy", "dpo/model", accuracy=own)]
+    systems = [System("dpo", "policy", "dpo/model", accuracy=overall)]
     comparison = Comparison(1_226, 1_226, compared, [])
     results = Results(num_pairs=1_226, systems=systems, comparison=comparison)
     monkeypatch.setattr(replications, "evaluations", lambda part: {"0": results})
@@ -120,8 +120,8 @@ def test_a_changed_digit_of_the_page_or_of_the_record_is_found(recorded: Path):
     names = ["reference completion", "sft", "reward", "longer wins", "ROUGE-L wins"]
     assert first_cells[2:] == names
     assert ["reward", "75.0", *3 * ["\N{EN DASH}"]] in lines
-    found = "2.00 [-10.71, 14.71]"  # 2 +- 12.706 * 1.4142 / sqrt(2)
-    assert ["sft", "\N{EN DASH}", found, "7.0", "50.0"] in lines
+    interval = "2.00 [-10.71, 14.71]"  # 2 +- 12.706 * 1.4142 / sqrt(2)
+    assert ["sft", "\N{EN DASH}", interval, "7.0", "50.0"] in lines
     assert "`make results PARTS=demo`, 12 minutes, 2026-01-01, commit 0123456789, a proc" in text
     assert "(../assets/results/demo)" in text
     assert "Record" not in tables.filled(PAGE, is_in_docs=False)  # README has the table alone
