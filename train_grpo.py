@@ -79,7 +79,7 @@ def main(config: GRPOConfig) -> None:
     # Objective, data and rewards
     objective = config.objective
     objective.check()
-    config.advantage_function.check()
+    config.advantage_function.check(len(config.reward_funcs), config.num_generations)
     vocabulary = load.load_vocabulary(config)
     configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)

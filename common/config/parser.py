@@ -20,6 +20,11 @@ from common.errors import UserError, hint
 Config = TypeVar("Config")
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
 HELP = ("-h", "--help")
+OBJECTIVES = ("policy_objective", "advantages", "loss_type")
+OBJECTIVE_SETTINGS = (
+    *("objective_args", "epsilon_low", "epsilon_high", "scale_rewards"),
+    *("label_smoothing", "loss_weights"),
+)
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 
 
@@ -57,7 +62,7 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     given = vars(parser.parse_known_args([word for word in argv if word not in HELP])[0])
     if {*HELP} & {*argv}:
         parser.epilog = describe_objectives(cls, given)
-    recipe = recipe_arguments(given["config"], fields) if "config" in given else []
+    recipe = recipe_arguments(given["config"], fields, given) if "config" in given else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
     if strays:
         others = [word for word in strays[1:] if word.startswith("--")]
@@ -75,7 +80,7 @@ def describe_objectives(cls: Any, flags: Mapping[str, Any]) -> str:
         names = flags.get(kind.flag, [])
         texts.append(f"files for --{kind.flag}: {', '.join(kind.built_in())}")
         for function in kind.find([names] if isinstance(names, str) else names).functions:
-            texts.append(f"settings of {function.name}, as --objective_args or a flag:")
+            texts.append(f"settings of {function.name}:")
             items = function.settings.items()
             texts += [f"  {name}={value} ({type(value).__name__})" for name, value in items]
     return "\n".join(texts)
@@ -120,8 +125,12 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
     )
 
 
-def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list[str]:
+def recipe_arguments(
+    file: str, fields: Mapping[str, dataclasses.Field], given: Mapping[str, Any]
+) -> list[str]:
     """A recipe as `--key value` arguments.
+
+    It is without settings of objectives if the flags that are `given` name another objective.
 
     Raises:
         UserError: it cannot be read, or has a key or a value that no command line could have.
@@ -130,7 +139,11 @@ def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list
     recipe = read_recipe(file)
     if unknown := [key for key in recipe if key not in fields]:
         raise UserError(f"--config {file} has the unknown key {answer(unknown, list(fields))}.")
+    names = [(recipe[key], given[key]) for key in OBJECTIVES if key in recipe and key in given]
+    has_another = any(old not in (new, [new]) and [old] != new for old, new in names)
     for key, value in recipe.items():
+        if has_another and key in OBJECTIVE_SETTINGS:
+            continue
         is_list = isinstance(fields[key].metadata["default"], list)
         items = value if isinstance(value, list) and is_list else [value]
         if not all(isinstance(item, str) for item in items):

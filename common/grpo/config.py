@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from common.objectives.kinds import Advantages, PolicyObjective
 
 DISTINCT = "_distinct"  # end of a rejection method
-BOUNDS = ("epsilon_low", "epsilon_high")  # settings of objectives that are flags
+BOUNDS = ("epsilon_low", "epsilon_high")  # settings of policy objectives that are flags
 
 
 @dataclass
@@ -66,9 +66,9 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     )
     baseline: str = flag("all", "mean over all candidates or the kept ones", ["all", "kept"])
     advantages: str = path_flag(
-        "group",
-        "a file of common/objectives/advantages or file.py:function (your file is run as code)",
-        required=True,
+        "",
+        "a file of common/objectives/advantages or file.py:function (your file is run as code; "
+        "empty: scale_rewards, or group)",
     )
     scale_rewards: str = flag(
         "",
@@ -152,16 +152,18 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         if slash and kind.endswith("reward") and function not in functions:
             raise self.refused("metric_for_best_model", f"{kind}/ and one of {[*functions]}")
         refuse_rollouts(self)
-        if self.advantages == "group" and self.scale_rewards:
-            self.advantages = self.scale_rewards
+        self.advantages = self.advantages or self.scale_rewards or "group"
+        if self.advantages == self.scale_rewards:
+            self.scale_rewards = ""
         for name in BOUNDS:
             if -1 < getattr(self, name) < 0:
                 raise self.refused(name, "at least 0, or -1")
-        settings = merged([self.objective.settings, self.advantage_function.settings])
-        self.epsilon_low, self.epsilon_high = (settings.pop(name, -1.0) for name in BOUNDS)
-        scale = self.advantages if self.advantages in SCALES else ""
-        self.scale_rewards = settings.pop("scale_rewards", scale)
-        self.objective_args = as_arguments(settings)
+        bounds, scale = self.objective.settings, self.advantage_function.settings
+        settings = merged([bounds, scale])
+        self.epsilon_low, self.epsilon_high = (bounds.get(name, -1.0) for name in BOUNDS)
+        self.scale_rewards = scale.get("scale_rewards", "")
+        flags = (*BOUNDS, "scale_rewards")
+        self.objective_args = as_arguments({n: settings[n] for n in settings if n not in flags})
         refuse_objective(self)
         if self.beta > 0:
             refuse_reference(self)
@@ -199,8 +201,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         """The function of advantages with its settings."""
         from common.objectives.kinds import Advantages, PolicyObjective
 
-        is_name = self.scale_rewards in ("", self.advantages)
-        scale = {} if is_name else {"scale_rewards": self.scale_rewards}
+        scale = {"scale_rewards": self.scale_rewards} if self.scale_rewards else {}
         others = [*PolicyObjective.find(self.policy_objective).settings]
         return Advantages.find([self.advantages], self.objective_args, others, **scale)
 

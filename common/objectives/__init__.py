@@ -8,7 +8,7 @@
 
 A function names what it takes; docs/objectives.md lists it by kind. Keyword-only arguments with a
 default are its settings, see `--objective_args`; a ValueError refuses one. Tensors are float32, or
-float64 in tests.
+float64 in evaluation.
 
 Face: `kinds.PolicyObjective`, `kinds.PreferenceLoss`, `kinds.Advantages`.
 """

@@ -1,5 +1,6 @@
 """Functions of objectives by name or file, with their settings."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class Objective:
     flag: ClassVar[str]
     folder: ClassVar[str]  # of the built-in files, in `common/objectives`
     inputs: ClassVar[Sequence[str]]  # what a function may take
-    optional: ClassVar[Sequence[str]] = ()  # settings that no function need have
+    flags: ClassVar[Sequence[str]] = ()  # settings that are flags of the stage
+    optional: ClassVar[Sequence[str]] = ()  # of these, those that no function need have
     functions: Sequence[Function]
 
     @classmethod
@@ -60,10 +62,14 @@ class Objective:
         objective = cls([cls.function_of(name) for name in names])
         texts = dict(text.partition("=")[::2] for text in arguments)
         known = [name for function in objective.functions for name in function.settings]
-        known = [*dict.fromkeys([*known, *others])]
-        if unknown := [n for n in (*texts, *settings) if n not in (*known, *cls.optional)]:
-            choice = ", ".join(known) or "none"
-            raise objective.refused(f"has no setting {unknown[0]!r}; its settings are {choice}")
+        for names, allowed in (([*settings], known), ([*texts], [*known, *others])):
+            if unknown := [name for name in names if name not in (*allowed, *cls.optional)]:
+                choice = ", ".join(dict.fromkeys(allowed)) or "none"
+                raise objective.refused(f"has no setting {unknown[0]!r}; its settings are {choice}")
+        if as_flags := [name for name in texts if name in cls.flags]:
+            raise UserError(f"--objective_args has {as_flags[0]}; give it as --{as_flags[0]}.")
+        if len(texts) < len(arguments):
+            raise UserError(f"--objective_args names a setting twice: {' '.join(arguments)}.")
         for function in objective.functions:
             values = function.settings
             values |= {name: settings[name] for name in settings if name in values}
@@ -74,17 +80,7 @@ class Objective:
     @classmethod
     def function_of(cls, name: str) -> Function:
         """The function of that name, with its defaults."""
-        from common.rewards.functions import load_from_file
-
-        if name in (built_in := cls.built_in()):
-            constants = vars(import_module(f"common.objectives.{cls.folder}.{name}"))
-            function = constants[name]
-        elif ".py" in name:
-            function = load_from_file(name, f"--{cls.flag}")
-            constants = getattr(function, "__globals__", {})
-        else:
-            choice = f"file.py:function, or one of {', '.join(built_in)} ({hint(name, built_in)})"
-            raise UserError(f"--{cls.flag} is {name!r}; it must be {choice}.")
+        function, constants = cls.loaded(name)
         parameters = inspect.signature(function).parameters.values()
         settable = [p for p in parameters if p.kind is p.KEYWORD_ONLY and type(p.default) in TYPES]
         defaults = {p.name: p.default for p in settable}
@@ -95,6 +91,21 @@ class Objective:
             taken = f"takes {', '.join(wrong)}; it may take {choice} and {settings}"
             raise UserError(f"--{cls.flag} {name} {taken}; see docs/objectives.md.")
         return Function(name, function, inputs, defaults, constants)
+
+    @classmethod
+    @functools.cache  # a user's file may be moved or changed while it is in use
+    def loaded(cls, name: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+        """The function of that name, and what its file defines."""
+        from common.rewards.functions import load_from_file, module_of
+
+        if name in (built_in := cls.built_in()):
+            constants = vars(import_module(f"common.objectives.{cls.folder}.{name}"))
+            return constants[name], constants
+        if ".py" in name:
+            function = load_from_file(name, f"--{cls.flag}")
+            return function, vars(module_of(Path(name.rpartition(":")[0]).expanduser()))
+        choice = f"file.py:function, or one of {', '.join(built_in)} ({hint(name, built_in)})"
+        raise UserError(f"--{cls.flag} is {name!r}; it must be {choice}.")
 
     @property
     def names(self) -> str:
@@ -122,9 +133,8 @@ def parsed(name: str, text: str, kind: type) -> Any:
     try:
         return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        raise UserError(
-            f"--objective_args has {name}={text}; it must be {kind.__name__}."
-        ) from None
+        needed = "true or false" if kind is bool else kind.__name__
+        raise UserError(f"--objective_args has {name}={text}; it must be {needed}.") from None
 
 
 def as_arguments(settings: Mapping[str, Any]) -> list[str]:

@@ -38,6 +38,7 @@ class PolicyObjective(Objective):
 
     flag: ClassVar = "policy_objective"
     folder: ClassVar = "policy"
+    flags: ClassVar = ("epsilon_low", "epsilon_high")
     inputs: ClassVar = ("logps", "old_logps", "sampled_logps", "advantages", "mask", "loss")
 
     def __call__(
@@ -58,7 +59,8 @@ class PolicyObjective(Objective):
             tensors["loss"], metrics = result if isinstance(result, tuple) else (result, {})
             for name in metrics:
                 prefix = "" if name in PLAIN_METRICS else OBJECTIVE_PREFIX
-                all_metrics[f"{prefix}{name}"] = metrics[name]
+                weights = all_metrics.get(f"{prefix}{name}", 1)  # of a function before multiply
+                all_metrics[f"{prefix}{name}"] = metrics[name] * weights
         return tensors["loss"], all_metrics
 
     @property
@@ -109,6 +111,7 @@ class PreferenceLoss(Objective):
         *("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps"),
         *("chosen_lengths", "rejected_lengths"),
     )
+    flags: ClassVar = ("beta", "label_smoothing")
     optional: ClassVar = ("beta",)  # it also scales the implicit reward
 
     def __call__(
@@ -168,6 +171,7 @@ class Advantages(Objective):
 
     flag: ClassVar = "advantages"
     folder: ClassVar = "advantages"
+    flags: ClassVar = ("scale_rewards",)
     inputs: ClassVar = ("rewards", "rewards_by_function", "weights", "counted", "all_reduce")
 
     def __call__(
@@ -201,18 +205,24 @@ class Advantages(Objective):
         """The smallest reward that it takes, as its file says."""
         return float(self.functions[0].constants.get("MIN_REWARD", -torch.inf))
 
-    def check(self) -> None:
+    def check(self, num_functions: int = 1, num_generations: int = 3) -> None:
         """Call it on two groups; raise a UserError, or warn, if it returns no advantages."""
-        rewards = torch.tensor([[[0.0, 1.0, 3.0], [1.0, 1.0, 1.0]]])  # (1, N, G)
+        if {"rewards", "rewards_by_function"} <= {*self.functions[0].inputs}:
+            raise self.refused("takes both rewards, a weighted sum, and rewards_by_function")
+        rising = torch.arange(num_generations) ** 2.0
+        groups = torch.stack([rising, torch.ones_like(rising)])
+        rewards = groups.expand(num_functions if self.takes_each_function else 1, -1, -1)
         with checking(self):
-            advantages = self(rewards)
+            advantages = self(rewards, [1.0] * len(rewards))
         if not advantages.isfinite().all():
             raise self.refused("returns advantages that are not finite, as of equal rewards")
         is_global = "all_reduce" in self.functions[0].inputs
-        if not is_global and not torch.equal(self(rewards[:, :1]), advantages[:1]):
+        if not is_global and not torch.equal(
+            self(rewards[:, :1], [1.0] * len(rewards)), advantages[:1]
+        ):
             reason = "depends on other groups, of which each process has its share"
             raise self.refused(f"{reason}: sum over processes by all_reduce")
-        if advantages[0].argmax() != 2:
+        if advantages[0].argmax() != num_generations - 1:
             warn(self, "does not give the best completion the highest advantage")
         if advantages[1].any():
             warn(self, "gives completions of equal rewards other advantages than 0")

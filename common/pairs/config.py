@@ -87,9 +87,8 @@ class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfi
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
         if self.loss_weights and len(self.loss_weights) != len(self.loss_type):
             raise self.refused("loss_weights", "empty, or one number for each --loss_type")
-        settings = self.objective.settings
-        self.beta = settings.pop("beta", self.beta)
-        self.label_smoothing = settings.pop("label_smoothing", 0.0)
+        objective = self.objective
+        settings = {n: value for n, value in objective.settings.items() if n not in objective.flags}
         self.objective_args = as_arguments(settings)
         if self.pair_method != "dataset":
             refuse_rollouts(self)
@@ -116,7 +115,8 @@ class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfi
         from common.objectives.kinds import PreferenceLoss
 
         settings: dict[str, Any] = {"beta": self.beta}
-        if self.label_smoothing:
+        losses = [PreferenceLoss.function_of(name) for name in self.loss_type]
+        if self.label_smoothing or any("label_smoothing" in loss.settings for loss in losses):
             settings["label_smoothing"] = self.label_smoothing
         return PreferenceLoss.find(self.loss_type, self.objective_args, **settings)
 

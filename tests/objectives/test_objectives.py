@@ -19,7 +19,9 @@ import yaml
 from ranks import SHORT_RUN, launch, run_stages, untimed_lines
 
 import evaluate
+from common import losses
 from common.checkpoint import layout
+from common.config.parser import parse
 from common.errors import UserError
 from common.evaluation import runs
 from common.evaluation.config import EvaluateConfig
@@ -304,18 +306,22 @@ def test_flags_of_dpo_reach_the_losses_that_have_them():
     assert simpo == {"beta": 0.3, "gamma": 0.0, "label_smoothing": 0.1}
     assert sft == {}
     assert config.objective_args == ["gamma=0.0"]
-    config = dpo_config(objective_args=["beta=0.7", "label_smoothing=0.2"])
-    assert (config.beta, config.label_smoothing, config.objective_args) == (0.7, 0.2, [])
-    assert config.implicit_reward.beta == 0.7
+    for name in ("beta", "label_smoothing"):
+        with pytest.raises(UserError, match=f"has {name}; give it as --{name}"):
+            dpo_config(objective_args=[f"{name}=0.2"])
+    with pytest.raises(UserError, match="names a setting twice: gamma=1 gamma=2"):
+        dpo_config(loss_type=["simpo"], objective_args=["gamma=1", "gamma=2"])
     with pytest.raises(UserError, match="ipo has no setting 'label_smoothing'; its settings are b"):
         dpo_config(loss_type=["ipo"], label_smoothing=0.1)
 
 
 def test_scale_rewards_is_the_name_of_advantages_or_a_setting_of_them(tmp_path: Path):
-    assert (config_of().advantages, config_of().scale_rewards) == ("group", "group")
+    assert (config_of().advantages, config_of().scale_rewards) == ("group", "")
     for flags in ({"scale_rewards": "batch"}, {"advantages": "batch"}):
         config = config_of(**flags)
-        assert (config.advantages, config.scale_rewards) == ("batch", "batch")
+        assert (config.advantages, config.scale_rewards) == ("batch", "")
+    with pytest.raises(UserError, match="group has no setting 'scale_rewards'"):
+        config_of(advantages="group", scale_rewards="none")
     assert config_of(advantages="rloo").scale_rewards == "none"
     scaled = config_of(advantages="rloo", scale_rewards="group")
     assert scaled.advantage_function.settings == {"scale_rewards": "group"}
@@ -402,3 +408,38 @@ def test_the_example_of_dpo_trains_resumes_and_is_evaluated_without_its_file(
     assert trained == [pytest.approx(system["accuracy"]["accuracy"])]
     assert runs.reward_of_run(str(folder / "model")) == ImplicitReward(0.1, True, False)
     (base / "mine.py").write_text(EXAMPLE)
+
+
+def test_a_copy_of_a_built_in_file_has_its_constants(tmp_path: Path):
+    built_in = Path(losses.__file__).with_name("objectives") / "preference" / "ipo_mean.py"
+    (tmp_path / "copied.py").write_text(built_in.read_text())
+    logps, lengths = torch.tensor([[-4.0, -6.0]]), torch.tensor([[2, 4]])
+    values = [
+        PreferenceLoss.find([name])(logps, torch.zeros(1, 2), lengths)
+        for name in ("ipo_mean", f"{tmp_path}/copied.py:ipo_mean", "ipo")
+    ]
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+
+
+def test_a_recipe_s_settings_are_those_of_its_own_objective(tmp_path: Path):
+    """Also of config.yaml, which has all settings of a run."""
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text(
+        "policy_objective: [clip]\nobjective_args: [delta=3]\nepsilon_low: 0.1\nadvantages: batch\n"
+    )
+    required = ["--output_dir", "x", "--model_name_or_path", "y", "--dataset_name", "synthetic"]
+    words = ["--config", str(recipe), *required, "--reward_funcs", "gold"]
+    same = parse(GRPOConfig, [*words, "--policy_objective", "clip"])
+    assert same.objective.settings == {"epsilon_low": 0.1, "epsilon_high": 0.2, "delta": 3.0}
+    other = parse(GRPOConfig, [*words, "--policy_objective", "gspo"])
+    assert (other.epsilon_low, other.epsilon_high, other.advantages) == (3e-4, 4e-4, "batch")
+
+
+def test_advantages_may_read_any_reward_function(tmp_path: Path):
+    mine = write(tmp_path, "return rewards_by_function[1] - 1.0", "rewards_by_function")
+    Advantages.find([mine]).check(2, 5)
+    (tmp_path / "other").mkdir()
+    both = write(tmp_path / "other", "return rewards", "rewards, rewards_by_function")
+    with pytest.raises(UserError, match="takes both rewards"):
+        Advantages.find([both]).check()

@@ -12,5 +12,5 @@ from common.losses import precise
 
 def sampler_drift(loss, logps, sampled_logps, mask, *, coef=1e-3):
     """Loss of each token (B, C)."""
-    drift = (precise(logps) - precise(sampled_logps)) ** 2
-    return loss + torch.where(mask, coef * drift, 0.0)
+    drift = torch.where(mask, precise(logps) - precise(sampled_logps), 0.0)
+    return loss + coef * drift**2
