@@ -80,7 +80,14 @@ class Objective:
     @classmethod
     def function_of(cls, name: str) -> Function:
         """The function of that name, with its defaults."""
-        function, constants = cls.loaded(name)
+        if name in (built_in := cls.built_in()):
+            constants = vars(import_module(f"common.objectives.{cls.folder}.{name}"))
+            function = constants[name]
+        elif ".py" in name:
+            function, constants = from_file(name, f"--{cls.flag}")
+        else:
+            choice = f"file.py:function, or one of {', '.join(built_in)} ({hint(name, built_in)})"
+            raise UserError(f"--{cls.flag} is {name!r}; it must be {choice}.")
         parameters = inspect.signature(function).parameters.values()
         settable = [p for p in parameters if p.kind is p.KEYWORD_ONLY and type(p.default) in TYPES]
         defaults = {p.name: p.default for p in settable}
@@ -91,21 +98,6 @@ class Objective:
             taken = f"takes {', '.join(wrong)}; it may take {choice} and {settings}"
             raise UserError(f"--{cls.flag} {name} {taken}; see docs/objectives.md.")
         return Function(name, function, inputs, defaults, constants)
-
-    @classmethod
-    @functools.cache  # a user's file may be moved or changed while it is in use
-    def loaded(cls, name: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-        """The function of that name, and what its file defines."""
-        from common.rewards.functions import load_from_file, module_of
-
-        if name in (built_in := cls.built_in()):
-            constants = vars(import_module(f"common.objectives.{cls.folder}.{name}"))
-            return constants[name], constants
-        if ".py" in name:
-            function = load_from_file(name, f"--{cls.flag}")
-            return function, vars(module_of(Path(name.rpartition(":")[0]).expanduser()))
-        choice = f"file.py:function, or one of {', '.join(built_in)} ({hint(name, built_in)})"
-        raise UserError(f"--{cls.flag} is {name!r}; it must be {choice}.")
 
     @property
     def names(self) -> str:
@@ -120,6 +112,15 @@ class Objective:
     def settings(self) -> dict[str, Any]:
         """Settings by name, without those that functions have at different values."""
         return merged([function.settings for function in self.functions])
+
+
+@functools.cache  # a run goes on if the file is moved
+def from_file(name: str, flag: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of a user's file, which is run, and what the file defines."""
+    from common.rewards.functions import load_from_file, module_of
+
+    function = load_from_file(name, flag)
+    return function, vars(module_of(Path(name.rpartition(":")[0]).expanduser()))
 
 
 def merged(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
