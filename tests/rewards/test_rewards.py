@@ -555,7 +555,8 @@ other = name
 """
 
 
-@pytest.mark.parametrize(("stem", "method"), [("mine", "spawn"), ("json", "fork")])
+# A spawned process imports a file by its name, which must not be that of another test's file
+@pytest.mark.parametrize(("stem", "method"), [("spawned_rewards", "spawn"), ("json", "fork")])
 def test_a_user_s_file_is_one_module_next_to_its_neighbours(tmp_path, monkeypatch, stem, method):
     """Whatever path leads to it, and if other files have the same name: a user's or Python's."""
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -573,8 +574,8 @@ def test_a_user_s_file_is_one_module_next_to_its_neighbours(tmp_path, monkeypatc
     assert [Path(folder, f"{stem}.py.runs").read_text() for folder in "ab"] == ["x", "x"]
     assert [a(1), b(2)] == ["acsv!", "bcsv!!"]
     with multiprocessing.get_context(method).Pool(1) as pool:
-        assert pool.map(a, [1]) == ["acsv!"]
-        assert method == "spawn" or pool.map(b, [2]) == ["bcsv!!"]
+        assert pool.map_async(a, [1]).get(timeout=60) == ["acsv!"]
+        assert method == "spawn" or pool.map_async(b, [2]).get(timeout=60) == ["bcsv!!"]
 
 
 def test_a_missing_column_is_refused_before_anything_is_sampled(file):
