@@ -169,6 +169,7 @@ VARIANTS: dict[str, list[Flags]] = {
         {**MANY, "baseline": "kept", "rejection_temperature": 0.2},
         {**MANY, "rejection_method": "gumbel"},
         {**MANY, "rejection_method": "rso_distinct"},
+        {**MANY, "rejection_method": "gumbel_distinct"},
         {**MANY, "rejection_method": "max_variance"},
         {"reward_funcs": ["STEPS"]},
         {"reward_funcs": ["LETTERS", "gold"], "reward_weights": [0.5, 1.0]},

@@ -57,10 +57,11 @@ class PolicyObjective(Objective):
         for function in self.functions:
             result = function(tensors)
             tensors["loss"], metrics = result if isinstance(result, tuple) else (result, {})
-            for name in metrics:
-                prefix = "" if name in PLAIN_METRICS else OBJECTIVE_PREFIX
-                weights = all_metrics.get(f"{prefix}{name}", 1)  # of a function before multiply
-                all_metrics[f"{prefix}{name}"] = metrics[name] * weights
+            for name, values in metrics.items():
+                name = name if name in PLAIN_METRICS else f"{OBJECTIVE_PREFIX}{name}"
+                if name in all_metrics:  # weights of two functions multiply
+                    values = values * all_metrics[name]
+                all_metrics[name] = values
         return tensors["loss"], all_metrics
 
     @property
