@@ -18,13 +18,8 @@ from common.config.recipes import read_recipe
 from common.errors import UserError, hint
 
 Config = TypeVar("Config")
-# What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
 HELP = ("-h", "--help")
-OBJECTIVES = ("policy_objective", "advantages", "loss_type")
-OBJECTIVE_SETTINGS = (
-    *("objective_args", "epsilon_low", "epsilon_high", "scale_rewards"),
-    *("label_smoothing", "loss_weights"),
-)
+# What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 
 
@@ -60,9 +55,10 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     for name, f in fields.items():
         add_flag(groups[titles[name]], f)
     given = vars(parser.parse_known_args([word for word in argv if word not in HELP])[0])
+    kinds: Sequence[Any] = getattr(cls, "objective_kinds", list)()
     if {*HELP} & {*argv}:
-        parser.epilog = describe_objectives(cls, given)
-    recipe = recipe_arguments(given["config"], fields, given) if "config" in given else []
+        parser.epilog = describe_objectives(kinds, given)
+    recipe = recipe_arguments(given["config"], fields, given, kinds) if "config" in given else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
     if strays:
         others = [word for word in strays[1:] if word.startswith("--")]
@@ -73,17 +69,21 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     return config  # type: ignore[no-any-return]
 
 
-def describe_objectives(cls: Any, flags: Mapping[str, Any]) -> str:
-    """The files of a stage's objectives, and the settings of those that are given."""
+def describe_objectives(kinds: Sequence[Any], given: Mapping[str, Any]) -> str:
+    """The files of a stage's kinds of objectives, and the settings of those that are given."""
     texts = []
-    for kind in cls.objective_kinds() if hasattr(cls, "objective_kinds") else []:
-        names = flags.get(kind.flag, [])
+    for kind in kinds:
         texts.append(f"files for --{kind.flag}: {', '.join(kind.built_in())}")
-        for function in kind.find([names] if isinstance(names, str) else names).functions:
+        for function in kind.find(as_list(given.get(kind.flag, []))).functions:
             texts.append(f"settings of {function.name}:")
             items = function.settings.items()
             texts += [f"  {name}={value} ({type(value).__name__})" for name, value in items]
     return "\n".join(texts)
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list of one value, or the list that it is."""
+    return value if isinstance(value, list) else [value]
 
 
 def underscored(word: str) -> str:
@@ -126,11 +126,15 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
 
 
 def recipe_arguments(
-    file: str, fields: Mapping[str, dataclasses.Field], given: Mapping[str, Any]
+    file: str,
+    fields: Mapping[str, dataclasses.Field],
+    given: Mapping[str, Any],
+    kinds: Sequence[Any],
 ) -> list[str]:
     """A recipe as `--key value` arguments.
 
-    It is without settings of objectives if the flags that are `given` name another objective.
+    If the flags `given` name another objective of one of the `kinds`, it is without settings of
+    objectives.
 
     Raises:
         UserError: it cannot be read, or has a key or a value that no command line could have.
@@ -139,11 +143,12 @@ def recipe_arguments(
     recipe = read_recipe(file)
     if unknown := [key for key in recipe if key not in fields]:
         raise UserError(f"--config {file} has the unknown key {answer(unknown, list(fields))}.")
-    names = [(recipe[key], given[key]) for key in OBJECTIVES if key in recipe and key in given]
-    has_another = any(old not in (new, [new]) and [old] != new for old, new in names)
+    named = [kind.flag for kind in kinds if kind.flag in recipe and kind.flag in given]
+    if any(as_list(recipe[flag]) != as_list(given[flag]) for flag in named):
+        settings = {name for kind in kinds for name in kind.flags if name not in kind.optional}
+        for name in ("objective_args", "loss_weights", *settings):
+            recipe.pop(name, None)
     for key, value in recipe.items():
-        if has_another and key in OBJECTIVE_SETTINGS:
-            continue
         is_list = isinstance(fields[key].metadata["default"], list)
         items = value if isinstance(value, list) and is_list else [value]
         if not all(isinstance(item, str) for item in items):

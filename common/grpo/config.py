@@ -162,7 +162,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         settings = merged([bounds, scale])
         self.epsilon_low, self.epsilon_high = (bounds.get(name, -1.0) for name in BOUNDS)
         self.scale_rewards = scale.get("scale_rewards", "")
-        flags = (*BOUNDS, "scale_rewards")
+        flags = [name for kind in self.objective_kinds() for name in kind.flags]
         self.objective_args = as_arguments({n: settings[n] for n in settings if n not in flags})
         refuse_objective(self)
         if self.beta > 0:

@@ -116,8 +116,8 @@ def objective_rewards(
 ) -> Tensor:
     """Rewards (F, N, K) that advantages are made of: the total (F = 1), or each function's (GDPO).
 
-    A reward of GDPO is the `missing_eos_penalty` without a
-    stop token, and the mean of its group where the function does not apply.
+    A reward of GDPO is the `missing_eos_penalty` without a stop token, and the mean of its group
+    where the function does not apply.
     """
     if not config.is_multi_objective:
         return total[None]

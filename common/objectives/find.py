@@ -62,8 +62,8 @@ class Objective:
         objective = cls([cls.function_of(name) for name in names])
         texts = dict(text.partition("=")[::2] for text in arguments)
         known = [name for function in objective.functions for name in function.settings]
-        for names, allowed in (([*settings], known), ([*texts], [*known, *others])):
-            if unknown := [name for name in names if name not in (*allowed, *cls.optional)]:
+        for chosen, allowed in (([*settings], known), ([*texts], [*known, *others])):
+            if unknown := [name for name in chosen if name not in (*allowed, *cls.optional)]:
                 choice = ", ".join(dict.fromkeys(allowed)) or "none"
                 raise objective.refused(f"has no setting {unknown[0]!r}; its settings are {choice}")
         if as_flags := [name for name in texts if name in cls.flags]:

@@ -21,7 +21,11 @@ class TokenisedText(NamedTuple):
     text: str
     ids: list[int]  # none of a prompt that no cut makes fit
     num_tokens: int  # before the cut, with bos or stop token
-    is_truncated: bool
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens were cut off."""
+        return len(self.ids) < self.num_tokens
 
 
 class TokenisedRow(NamedTuple):
@@ -113,18 +117,17 @@ def _tokenize_prompts(
     for row, ids in zip(rows, encode([row.prompt for row in rows], tokenizer), strict=True):
         if row.messages:
             fits = len(ids) <= config.max_prompt_length
-            result.append(TokenisedText(row.prompt, ids if fits else [], len(ids), not fits))
+            result.append(TokenisedText(row.prompt, ids if fits else [], len(ids)))
             continue
         prompt, ids = row.prompt.removeprefix(opening), without_leading(ids, leading)
         whole = leading + ids
-        is_long = len(ids) > room
-        if is_long and config.prompt_truncation == "start":
+        if len(ids) > room and config.prompt_truncation == "start":
             ids = ids[len(ids) - room :]
             prompt = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        elif is_long:
+        elif len(ids) > room:
             shorter = truncate_prompt(prompt, tokenizer, room, closing_cue(prompt, cue))
             prompt, ids = shorter or (prompt, [])
-        result.append(TokenisedText(prompt, leading + ids if ids else [], len(whole), is_long))
+        result.append(TokenisedText(prompt, leading + ids if ids else [], len(whole)))
     return result
 
 
@@ -177,7 +180,7 @@ def tokenize_completions(
             ids, last = ids[:end], ids[end]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         ids = [*ids, last]
-        result.append(TokenisedText(text, ids[:max_length], len(ids), len(ids) > max_length))
+        result.append(TokenisedText(text, ids[:max_length], len(ids)))
     return result
 
 
