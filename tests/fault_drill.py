@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks import ROOT, TINY_GPT2, Script, launch, of_stage, run_stages, untimed_lines
+from tests.support.ranks import ROOT, TINY_GPT2, Script, launch, of_stage, run_stages, untimed_lines
 
 STEPS = 12
 COMMON = {

@@ -27,8 +27,8 @@ from common.record.jsonl import read_jsonl
 from common.record.run_folder import cpu_model
 from common.sampling import decode
 from common.text import synthetic
-from tests import ranks
-from tests.ranks import (
+from tests.support import ranks
+from tests.support.ranks import (
     ROOT,
     SHORT_RUN,
     STAGES,

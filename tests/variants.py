@@ -33,7 +33,7 @@ from common.model.load import HEAD_INITS
 from common.objectives.policy.sampler_weights import CORRECTIONS
 from common.record.jsonl import read_jsonl
 from common.text import synthetic
-from tests.ranks import (
+from tests.support.ranks import (
     SHORT_RUN,
     TINY_GPT2,
     Job,

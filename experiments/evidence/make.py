@@ -40,7 +40,7 @@ CODE = (
     *(":(glob)*.py", "common", "assets/recipes", "assets/requirements.lock", "experiments"),
     *(f":(exclude)experiments/evidence/{name}" for name in ("records", "make.py", "tables.py")),
     *(f":(exclude)assets/recipes/*/{name}" for name in ("record.yaml", "tables.py")),
-    *("tests/fault_drill.py", "tests/variants.py", "tests/ranks.py"),
+    *("tests/fault_drill.py", "tests/variants.py", "tests/support/ranks.py"),
 )
 PACKAGES = ("torch", "transformers", "numpy", "trl")
 

@@ -195,13 +195,13 @@ def test_a_part_that_lacks_an_input_is_left_out(tree: Path, capsys: pytest.Captu
 
 
 def test_the_code_of_a_record_imports_no_other_test():
-    modules = {Path(path).stem for path in make.CODE if re.match(r"tests/\w+\.py$", path)}
-    files = [studies.ROOT / f"tests/{name}.py" for name in modules]
+    paths = [path for path in make.CODE if path.startswith("tests/")]
+    modules = {path.removesuffix(".py").replace("/", ".") for path in paths}
+    files = [studies.ROOT / path for path in paths]
     files += studies.ROOT.glob("experiments/**/*.py")
     for file in files:
         text = file.read_text()
-        imported = re.findall(r"^\s*(?:from|import) tests\.(\w+)", text, re.MULTILINE)
-        imported += re.findall(r"^\s*from tests import (\w+)", text, re.MULTILINE)
+        imported = re.findall(r"^\s*from (tests\.[\w.]+) import", text, re.MULTILINE)
         assert set(imported) <= modules, file
 
 

@@ -10,7 +10,7 @@
 - A run that goes on from a checkpoint is the one that never stopped, to the bit.
 - An evaluation finds what it finds on the CPU, up to rounding: accuracies, rewards, win rates.
 
-The device is that of `tests/sim_device.py`. No GPU was there.
+The device is that of `tests/support/sim_device.py`. No GPU was there.
 """
 
 import contextlib

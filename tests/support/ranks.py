@@ -51,7 +51,7 @@ from common.report import plots
 from common.sampling.sampler import Rollouts, Sampler
 from common.shutdown import signals
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 STAGES = {
     "sft": ("train_sft", "SFTConfig"),
@@ -79,7 +79,7 @@ TINY_GPT2 = {
 }
 NUM_SERVERS = 2
 SERVERS: list["subprocess.Popen[bytes]"] = []
-for _name in ("ranks", "tests.ranks"):  # one module and one set of servers by either name
+for _name in ("ranks", "tests.support.ranks"):  # one module and one set of servers by either name
     sys.modules.setdefault(_name, sys.modules[__name__])
 
 
@@ -250,7 +250,7 @@ def environment(**variables: str) -> dict[str, str]:
     """The variables of a child process: CPU only, one thread, no network, our modules."""
     rooms = sorted({path.parent for path in TESTS.glob("*/test_*.py")})
     ours = {
-        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, TESTS, *rooms])),
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, TESTS, TESTS / "support", *rooms])),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",

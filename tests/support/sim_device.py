@@ -36,7 +36,7 @@ from common.model import fsdp, rollout_copy
 from common.run import Run
 from common.sampling import decode, graphs, sampler
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index"}
 MOVES = {"_to_copy", "copy_"}
 # The host needs the values, or a result's size.

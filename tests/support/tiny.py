@@ -343,7 +343,7 @@ def output_of(program: str, hash_seed: str) -> str:
     """Output of a Python program in a separate process, with another hash of texts."""
     return subprocess.run(
         [sys.executable, "-c", program],
-        cwd=Path(__file__).resolve().parents[1],
+        cwd=Path(__file__).resolve().parents[2],
         env={**os.environ, "PYTHONHASHSEED": hash_seed, "TOKENIZERS_PARALLELISM": "false"},
         capture_output=True,
         text=True,
