@@ -7,13 +7,12 @@ from typing import Any, Literal
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist, hint, why_missing
+from common.model.text_part import CAUSAL
 from common.text import sources
 
 Kind = Literal["policy", "reward_model", "trunk"]
@@ -156,14 +155,9 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
 
 def refuse_other_types(path: str, model_config: PretrainedConfig, instead: str = "") -> None:
     """Raise a UserError for encoders, and for models of more than text; `instead` is a remedy."""
-    # By name: looking a class up in transformers' mappings imports every model there is. BERT and
-    # its like are in both.
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
-    model_type, text = model_config.model_type, getattr(model_config, "text_config", None)
-    is_other = model_config.is_encoder_decoder or model_type not in causal
-    if (text_type := getattr(text, "model_type", "")) in causal:
-        instead = f" of text alone; save its text model ({text_type}) apart (docs/data.md)"
-    if text is not None or (is_other and model_type in CONFIG_MAPPING_NAMES):
+    model_type, has_more = model_config.model_type, hasattr(model_config, "text_config")
+    is_other = model_config.is_encoder_decoder or model_type not in CAUSAL
+    if has_more or (is_other and model_type in CONFIG_MAPPING_NAMES):
         raise UserError(f"{path!r} is a {model_type} model, not a causal language model{instead}.")
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -204,10 +205,12 @@ def find_config(
 ) -> PretrainedConfig:
     """The configuration of a hub id or folder, or of a .json with the tokenizer's vocabulary.
 
+    Of a model of text and images that of its text model (see `text_part.alone`).
+
     Raises:
         UserError: there is no model, or it is an adapter.
     """
-    from common.model import checks
+    from common.model import checks, text_part
     from common.text import sources
 
     revision = revision_of(path, config)
@@ -226,7 +229,7 @@ def find_config(
         )
         file = cached_file(path, "config.json", revision=revision)
         sources.model_commits[path] = extract_commit_hash(file, None) or ""
-        return model_config
+        return text_part.config_of(model_config) or model_config
     except UserError:
         raise
     except Exception as error:  # of many types, by what is wrong in the folder
@@ -320,7 +323,7 @@ def load(
         UserError: the weights cannot be read, have other shapes, belong to a larger model, or lack
             parameters (other than a new reward head), which would silently start random.
     """
-    from common.model import checks
+    from common.model import checks, text_part
 
     revision, is_config = revision_of(path, config), path.endswith(".json")
     if is_config and config.lora_r > 0 and path == config.model_name_or_path:
@@ -332,16 +335,18 @@ def load(
             model = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
         distributed.seed_everything(config.seed)
         return model
+    options = {"revision": revision, "trust_remote_code": config.trust_remote_code}
     try:
-        model, report = auto_class.from_pretrained(
+        whole_config = AutoConfig.from_pretrained(path, **options)
+        has_more = text_part.config_of(whole_config) is not None
+        model, report = (AutoModelForImageTextToText if has_more else auto_class).from_pretrained(
             path,
-            revision=revision,
-            config=model_config,
+            config=whole_config if has_more else model_config,
             dtype=torch.float32,
             use_safetensors=True,  # a .bin is a pickle: it runs code when it is loaded
-            trust_remote_code=config.trust_remote_code,
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
+            **options,
         )
     except Exception as error:  # of many types, as above
         reason, files = checks.reason(error), sorted(Path(path).glob("*"))
@@ -354,7 +359,10 @@ def load(
         ) from None
     is_classifier = auto_class is AutoModelForSequenceClassification
     has_new_head = is_classifier and not checks.is_classifier(model_config)
-    checks.check_weights(path, model, report, has_new_head=has_new_head)
+    checks.check_weights(path, model, report, has_new_head=has_new_head and not has_more)
+    if has_more:
+        print(f"the text model of {path!r}, a {whole_config.model_type}, is used alone", flush=True)
+        return text_part.alone(path, model, auto_class, model_config)
     head = model.get_output_embeddings()
     is_untied = head is not None and head.weight is not model.get_input_embeddings().weight
     if is_untied and getattr(model_config, "tie_word_embeddings", False):

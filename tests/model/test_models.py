@@ -24,7 +24,9 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -578,3 +580,48 @@ def test_a_model_stops_at_every_id_of_its_own_before_and_after_export(tmp_path):
             plain.lm_head.weight[last] = 1.0  # the most likely token, always
         written = plain.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=4)
         assert written.tolist() == [[5, 6, last]]
+
+
+def whole_model(family: str, folder: Path, **text: Any) -> Any:
+    """A tiny model of text and images in a folder."""
+    shape = {"vocab_size": 304, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    if family == "qwen3_5":
+        shape["layer_types"] = ["full_attention"]
+        vision = {"hidden_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+    default = AutoConfig.for_model(family)
+    of_text = {"model_type": default.text_config.model_type, **shape, **text}
+    vision["model_type"] = default.vision_config.model_type
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, text_config=of_text, vision_config=vision)
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return whole
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "internvl"])  # tied; not; by the whole's
+def test_the_text_model_of_a_model_of_images_trains_and_loads_alone(family, tmp_path):
+    whole = whole_model(family, tmp_path / "whole")
+    flags = {"model_name_or_path": str(tmp_path / "whole"), "output_dir": str(tmp_path / "run")}
+    flags |= ranks.SHORT_RUN | {"max_steps": 1, "learning_rate": 1e-12, "layout": "padded"}
+    ranks.launch(ranks.run_stages, 2, tmp_path, jobs=[{"stage": "sft", "flags": flags}])
+    lm, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "model", output_loading_info=True
+    )
+    assert not any(report.values())
+    assert lm.config.model_type == whole.config.text_config.model_type
+    ids = torch.tensor([tiny.random_ids(12, seed=0)])
+    with torch.no_grad():
+        torch.testing.assert_close(lm(ids).logits, whole.eval()(input_ids=ids).logits)
+
+
+def test_a_text_model_that_scales_otherwise_than_the_whole_is_refused(tmp_path):
+    whole_model("aya_vision", tmp_path)
+    config = short_config(layout="padded", model_name_or_path=str(tmp_path))
+    model_config = models.read_model_config(str(tmp_path), "policy", None, config)
+    with pytest.raises(UserError) as caught:
+        models.load_policy(str(tmp_path), model_config, config)
+    tiny.check_sentence(caught.value, "gives other logits than the whole aya_vision")

@@ -85,7 +85,6 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
         ["'typo.json' has 'n_layr'", "no gpt2 has", "did you mean n_layer?"],
     ),
     ("train_sft", {"model_name_or_path": "t5"}, ["'t5' is a t5 model", "causal language model"]),
-    ("train_sft", {"model_name_or_path": "gemma3"}, ["of text alone", "(gemma3_text)"]),
     ("train_sft", {"model_name_or_path": "vit"}, ["'vit' is a vit model", "causal language model"]),
     ("train_reward", {"model_name_or_path": "olmoe"}, ["olmoe model", "no sequence classifier"]),
     ("train_sft", {"model_name_or_path": "judge"}, ["'judge' is a reward model"]),
