@@ -57,10 +57,9 @@ class Policy(nn.Module):
         # Every prompt is computed once; only the M states that predict a token are projected
         states = last_hidden_states(self.lm, batch.input_ids, batch.position_ids, batch.layout)
         hidden = states[0, batch.predictors]  # (M, D) of (1, T, D)
-        head = self.lm.get_output_embeddings()
         statistics = token_statistics(
             hidden,
-            Head(head.weight, head.bias),
+            Head.of(self.lm),
             batch.completion_ids.flatten()[batch.token_index],
             temperature=temperature,
             with_entropy=with_entropy,
@@ -118,7 +117,8 @@ class Policy(nn.Module):
             head, bias = reference.head.weight.float(), reference.head.bias
             bias = None if bias is None else bias.float()
             with exact_tf32(reference.hidden):
-                ref_logits = nn.functional.linear(reference.hidden.float(), head, bias)  # (B, C, V)
+                output = nn.functional.linear(reference.hidden.float(), head, bias)  # (B, C, V)
+            ref_logits = reference.head.scaling.apply(output)
             ref_logps = torch.log_softmax(ref_logits / temperature, -1)
             kl = (logps.exp() * (logps - ref_logps)).sum(-1) * batch.completion_mask
         hidden = projected[0][:, :-1] if with_hidden else None  # (B, C, D)

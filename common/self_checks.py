@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.forward import CompletionScores, RewardModel
 from common.losses import preference_loss
 from common.model import fsdp
+from common.model.projection import Scaling
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.text.example import Vocabulary
 
@@ -139,22 +140,29 @@ def rounding_limit(
 
 
 def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> None:
-    """Raise a UserError for a policy whose logits are not what its head puts out. Collective.
+    """Raise a UserError for a policy that does something else to its head's output than `Scaling`.
 
-    The head is made to put out a large number everywhere, so that no cap can be missed.
+    Collective. The head is made to put out small and large numbers, so that no cap is missed.
     """
     lm: Any = model.lm
     logits: list[Tensor] = []
     head = lm.get_output_embeddings()
+    outputs = torch.linspace(-1024, 1024, head.weight.shape[0])  # (V,)
     hooks = [
-        head.register_forward_hook(lambda head, inputs, output: torch.full_like(output, 1024.0)),
+        head.register_forward_hook(
+            lambda head, inputs, output: outputs.to(output).expand_as(output)
+        ),
         lm.register_forward_hook(lambda lm, inputs, output: logits.append(output.logits)),
     ]
     scores(model, batch)
     for hook in hooks:
         hook.remove()
-    if not bool((logits[0] == 1024.0).all()):
-        raise UserError(f"{type(lm).__name__} scales or caps its logits; use {remedy}.")
+    expected = Scaling.of(lm.config).apply(outputs.clone())
+    rounded = logits[0].float().cpu()
+    if not torch.allclose(rounded, expected.expand_as(rounded), rtol=2**-7, atol=2**-7):
+        raise UserError(
+            f"{type(lm).__name__} scales or caps its logits in its own way; use {remedy}."
+        )
 
 
 def stop_token_is_trained(

@@ -183,8 +183,9 @@ def reference_head(
     def whole(parameter: Tensor) -> Tensor:
         return rollout_copy.gather(parameter, dtype)[:num_ids].float()
 
-    head = reference.lm.get_output_embeddings()
-    return Head(whole(head.weight), None if head.bias is None else whole(head.bias))
+    head = Head.of(reference.lm)
+    bias = None if head.bias is None else whole(head.bias)
+    return head._replace(weight=whole(head.weight), bias=bias)
 
 
 # ---- advantages by slot --------------------------------------------------------------------------

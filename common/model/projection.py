@@ -27,11 +27,45 @@ class TokenStatistics(NamedTuple):
     kl: Tensor  # (M,) KL(p || ref), exact; empty without a reference
 
 
+class Scaling(NamedTuple):
+    """What a model does to the output of its head, as its config names it."""
+
+    scale: float = 1.0
+    cap: float = 0.0  # logits lie between -cap and cap; 0: no cap
+
+    @classmethod
+    def of(cls, config: Any) -> "Scaling":
+        """That of a causal language model with this config."""
+        scale, multiplier, divisor, cap = (
+            getattr(config, name, None) or default
+            for name, default in (
+                ("logit_scale", 1.0),  # Cohere
+                ("lm_head_multiplier", 1.0),  # Falcon-H1
+                ("logits_scaling", 1.0),  # Granite
+                ("final_logit_softcapping", 0.0),  # Gemma, NanoChat
+            )
+        )
+        return cls(scale * multiplier / divisor, cap)
+
+    def apply(self, output: Tensor) -> Tensor:
+        """Logits, in the place of the head's output."""
+        if self.scale != 1.0:
+            output *= self.scale
+        return output.div_(self.cap).tanh_().mul_(self.cap) if self.cap else output
+
+
 class Head(NamedTuple):
     """A projection onto the vocabulary."""
 
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
+    scaling: Scaling = Scaling()
+
+    @classmethod
+    def of(cls, lm: Any) -> "Head":
+        """That of a causal language model."""
+        head = lm.get_output_embeddings()
+        return cls(head.weight, head.bias, Scaling.of(lm.config))
 
 
 def token_statistics(
@@ -52,17 +86,16 @@ def token_statistics(
     """
     on_cpu = hidden.device.type == "cpu"
     chunk_numbers = chunk_numbers or (CHUNK_NUMBERS if on_cpu else GPU_CHUNK_NUMBERS)
-    ref_weight, ref_bias = (None, None) if ref_head is None else ref_head
     token_logps, entropy, kl = _Statistics.apply(
         hidden,
         head.weight,
         head.bias,
+        head,
         tokens,
         temperature,
         with_entropy,
-        None if ref_head is None else ref_hidden,
-        ref_weight,
-        ref_bias,
+        ref_hidden,
+        ref_head,
         chunk_numbers,
     )
     return TokenStatistics(token_logps, entropy, kl)
@@ -105,34 +138,32 @@ class _Statistics(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        head: Head,  # again: its tensors get their gradients as arguments
         tokens: Tensor,
         temperature: float,
         with_entropy: bool,
         ref_hidden: Tensor | None,
-        ref_weight: Tensor | None,
-        ref_bias: Tensor | None,
+        ref_head: Head | None,
         chunk_numbers: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `token_statistics`."""
         num_rows = len(hidden)
         rows_at_once = max(1, chunk_numbers // len(weight))
-        keep = num_rows <= rows_at_once
+        keep = num_rows <= rows_at_once and not head.scaling.cap
         tile_rows = rows_at_once  # of a temporary, which on a CPU should stay in a core's cache
         if hidden.device.type == "cpu":
             tile_rows = max(1, CACHE_NUMBERS // len(weight))
-        scale = 1.0 / temperature
-        sizes = (num_rows, num_rows * with_entropy, num_rows * (ref_weight is not None))
+        sizes = (num_rows, num_rows * with_entropy, num_rows * (ref_head is not None))
         token_logps, entropy, kl = (torch.zeros(size, device=hidden.device) for size in sizes)
-        float_weight = weight.float()  # cast once, not in every chunk
-        float_ref_weight = None if ref_weight is None else ref_weight.float()
+        head, ref_head = _in_float32(head), ref_head and _in_float32(ref_head)
         kept = None
         for rows in _chunks(num_rows, rows_at_once):
-            logps = _logps(hidden[rows], float_weight, bias, scale)  # (m, V)
+            logps = _logps(_logits(hidden[rows], head), temperature)  # (m, V)
             token_logps[rows] = logps.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
             kept = logps if keep else None
             ref = None
-            if ref_hidden is not None and float_ref_weight is not None:
-                ref = _logps(ref_hidden[rows], float_ref_weight, ref_bias, scale)
+            if ref_hidden is not None and ref_head is not None:
+                ref = _logps(_logits(ref_hidden[rows], ref_head), temperature)
             for tile in _chunks(len(logps), tile_rows) if with_entropy or ref is not None else ():
                 at = slice(rows.start + tile.start, rows.start + tile.stop)
                 probabilities = logps[tile].exp()
@@ -140,47 +171,49 @@ class _Statistics(torch.autograd.Function):
                     kl[at] = (probabilities * (logps[tile] - ref[tile])).sum(-1)
                 if with_entropy:
                     entropy[at] = -probabilities.mul_(logps[tile]).sum(-1)
-        ctx.save_for_backward(
-            hidden, weight, bias, tokens, entropy, kl, kept, ref_hidden, ref_weight, ref_bias
-        )
-        ctx.scale, ctx.rows_at_once = scale, rows_at_once
+        ctx.save_for_backward(hidden, weight, bias, tokens, entropy, kl, kept, ref_hidden)
+        ctx.scaling, ctx.temperature = head.scaling, temperature
+        ctx.ref_head, ctx.rows_at_once = ref_head, rows_at_once
         ctx.set_materialize_grads(False)  # None for a statistic that no loss uses
         return token_logps, entropy, kl
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the hidden states and of the head."""
-        hidden, weight, bias, tokens, entropy, kl, kept = ctx.saved_tensors[:7]
-        ref_hidden, ref_weight, ref_bias = ctx.saved_tensors[7:]
+        hidden, weight, bias, tokens, entropy, kl, kept, ref_hidden = ctx.saved_tensors
+        (scale, cap), temperature = ctx.scaling, ctx.temperature
+        head = _in_float32(Head(weight, bias, ctx.scaling))
         grad_logps, grad_entropy, grad_kl = (
             None if grad is None else grad.unsqueeze(-1) for grad in grads
         )  # (M, 1)
         if grad_logps is None:
             grad_logps = torch.zeros(len(hidden), 1, device=hidden.device)
-        float_weight = weight.float()
-        float_ref_weight = None if grad_kl is None else ref_weight.float()
         grad_hidden = torch.empty_like(hidden)
         trains_head = ctx.needs_input_grad[1]
         new = torch.empty_like if len(hidden) else torch.zeros_like  # the first chunk fills it
-        grad_weight = new(float_weight) if trains_head else None
+        grad_weight = new(head.weight) if trains_head else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows in _chunks(len(hidden), ctx.rows_at_once):
-            logps = kept
+            logps, slope = kept, None
             if logps is None:
-                logps = _logps(hidden[rows], float_weight, bias, ctx.scale)  # (m, V)
+                logits = _logits(hidden[rows], head)  # (m, V)
+                slope = 1 - (logits / cap).square() if cap else None  # of the cap
+                logps = _logps(logits, temperature)
             factor = -grad_logps[rows]  # of p, (m, 1)
             if grad_entropy is not None:
                 factor = factor - grad_entropy[rows] * (logps + entropy[rows].unsqueeze(-1))
-            if grad_kl is not None and float_ref_weight is not None:
-                ref = _logps(ref_hidden[rows], float_ref_weight, ref_bias, ctx.scale)
+            if grad_kl is not None:
+                ref = _logps(_logits(ref_hidden[rows], ctx.ref_head), temperature)
                 gap = (logps - ref).sub_(kl[rows].unsqueeze(-1))
                 factor = factor + grad_kl[rows] * gap
             grad_logits = logps.exp_().mul_(factor)  # overwrites the kept ones: one backward only
             grad_logits.scatter_add_(-1, tokens[rows].unsqueeze(-1), grad_logps[rows])
-            if ctx.scale != 1.0:
-                grad_logits *= ctx.scale
+            if slope is not None:
+                grad_logits *= slope
+            if scale != temperature:
+                grad_logits *= scale / temperature
             with exact_tf32(hidden):
-                grad_hidden[rows] = (grad_logits @ float_weight).to(hidden.dtype)
+                grad_hidden[rows] = (grad_logits @ head.weight).to(hidden.dtype)
                 if grad_weight is not None:
                     beta = float(rows.start > 0)
                     grad_weight.addmm_(grad_logits.t(), hidden[rows].float(), beta=beta)
@@ -191,16 +224,26 @@ class _Statistics(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, *[None] * 7
 
 
-def _logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Log-probabilities (m, V), float32, of the tokens at a temperature.
+def _in_float32(head: Head) -> Head:
+    """Cast once, not in every chunk."""
+    bias = None if head.bias is None else head.bias.float()
+    return head._replace(weight=head.weight.float(), bias=bias)
 
-    In place: on a CPU allocating a tensor of this size takes longer than computing it.
+
+def _logits(hidden: Tensor, head: Head) -> Tensor:
+    """Logits (m, V), float32.
+
+    In place from here on: on a CPU allocating a tensor of this size takes longer than computing it.
     """
     with exact_tf32(hidden):
-        bias = None if bias is None else bias.float()
-        logits = nn.functional.linear(hidden.float(), weight, bias)
-    if scale != 1.0:
-        logits *= scale
+        output = nn.functional.linear(hidden.float(), head.weight, head.bias)
+    return head.scaling.apply(output)
+
+
+def _logps(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities (m, V) of the tokens, in the place of their logits."""
+    if temperature != 1.0:
+        logits *= 1.0 / temperature
     return torch.log_softmax(logits, -1, out=logits)  # type: ignore[call-overload, no-any-return]
 
 

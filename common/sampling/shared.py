@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model import shared_prefix
+from common.model.projection import Scaling
 from common.padding import KeysByLayer, on_device, shared_prefix_batch
 from common.sampling.graphs import StepGraphs, has_fixed_shapes, padded_length
 
@@ -43,7 +44,7 @@ class SharedDecoder:
         )[0]  # (T, D)
         self.cache.take_prompts(packed.layout.keys_by_layer)
         last = on_device(lengths.cumsum(0) - 1, device)  # (N,)
-        logits = lm.get_output_embeddings()(hidden[last])  # (N, V)
+        logits = self.project(hidden[last])  # (N, V)
         self.logits = logits.repeat_interleave(num_samples, 0)
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -63,8 +64,11 @@ class SharedDecoder:
             self.lm, tokens[:, None], self.positions[:, None], self.cache
         )[:, 0]  # (B', D)
         self.positions += 1
-        logits: Tensor = self.lm.get_output_embeddings()(hidden)
-        return logits
+        return self.project(hidden)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Logits (n, V) of hidden states (n, D)."""
+        return Scaling.of(self.lm.config).apply(self.lm.get_output_embeddings()(hidden))
 
     def keep(self, kept: Tensor) -> Tensor:
         """Drop the other rows; takes indices on the host, and returns them on the device."""

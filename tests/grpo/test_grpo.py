@@ -603,11 +603,13 @@ TEMPERATURE = 0.7
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, family: str):
+@pytest.mark.parametrize(
+    ("family", "shape"), [*((family, {}) for family in tiny.FAMILIES), *tiny.SCALED]
+)
+def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout, family, shape):
     """The reference is wider, and has more embeddings than the policy has ids."""
-    policy = Policy(tiny.causal_lm(family, seed=1))
-    reference = Policy(tiny.causal_lm(family, seed=2, width=64, vocab_size=70))
+    policy = Policy(tiny.causal_lm(family, seed=1, **shape))
+    reference = Policy(tiny.causal_lm(family, seed=2, width=64, vocab_size=70, **shape))
     reference.requires_grad_(False)
     prompts = [tiny.random_ids(n, seed=n) for n in (5, 3)]
     completions = [[tiny.random_ids(n, seed=n) for n in lengths] for lengths in ((4, 2), (1, 6))]
@@ -649,7 +651,7 @@ def test_logits_that_are_not_the_head_s_are_refused(layout):
     config = tiny.train_config(max_prompt_length=40, max_completion_length=8, layout=layout)
     self_checks.only_tokens_matter(Policy(lm), config, is_projected=True)
     tiny.cap_logits(lm)
-    with pytest.raises(UserError, match="GPT2LMHeadModel scales or caps its logits; use"):
+    with pytest.raises(UserError, match="GPT2LMHeadModel scales or caps its logits in"):
         self_checks.only_tokens_matter(Policy(lm), config, is_projected=True)
     if layout == "padded":  # without the exact KL the model's own logits are read
         self_checks.only_tokens_matter(Policy(lm), config)

@@ -143,6 +143,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     *(("qwen2", {"num_hidden_layers": n}) for n in (1, 3)),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),  # the second layer's are halved
     ("olmo2", {}),  # has no norm before its attention: the last block is computed whole
+    *tiny.SCALED,
 ]
 
 
@@ -622,10 +623,6 @@ def refused_layout(module: nn.Module) -> None:
     with refused("changes the scores of"):
         self_checks.only_tokens_matter(module, CONFIG)
     self_checks.only_tokens_matter(module, tiny.train_config(**LENGTHS, layout="padded"))
-
-
-def test_layouts_agree_refuses_scaled_logits():
-    refused_layout(Policy(tiny.causal_lm("granite", logits_scaling=3.0)))
 
 
 @pytest.mark.parametrize("small", [1.0, 1e-3])

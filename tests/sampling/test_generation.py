@@ -336,6 +336,7 @@ def assert_scorer_agrees(
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, 0.6),
         ("gpt2", {"scale_attn_weights": False}, 1.0),
         ("gpt2", {"activation_function": "relu", "n_inner": 24}, 1.0),
+        *((family, shape, 0.6) for family, shape in tiny.SCALED),
     ],
 )
 def test_sampled_logps_are_those_of_the_scorer(family, shape, temperature, layout):

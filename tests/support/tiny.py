@@ -40,6 +40,11 @@ TURNS = (  # each ends in the tokenizer's own eos
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 FAMILIES = ("gpt2", "llama", "qwen2")  # learned positions; rotary; rotary with attention biases
+SCALED = (  # families that change their logits, with what they do
+    ("granite", {"logits_scaling": 3.0}),
+    ("cohere", {"logit_scale": 0.25}),
+    ("nanochat", {"final_logit_softcapping": 2.0}),
+)
 
 
 def model_config(family: str, *, vocab_size: int = 61, width: int = 32, **fields: Any) -> Any:
