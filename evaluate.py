@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import distributed, launch, scoring, self_checks
+from common.config.evaluate import EvaluateConfig
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs
-from common.evaluation.config import EvaluateConfig, split_of
 from common.evaluation.measure import Reference
 from common.evaluation.records import EvaluationRows, PairScores, PromptRecord
 from common.forward import Policy
@@ -56,7 +56,7 @@ def main(config: EvaluateConfig) -> None:
     distributed.seed_everything(config.seed)
 
     # Load; every folder is checked before the first model is loaded
-    policies = [config.ref_model_name_or_path, *config.policies] if config.policies else []
+    policies = runs.policies_of(config)
     vocabulary = load.load_vocabulary(config, policies)  # the same for all of them
     policy_configs = read_policy_configs(policies, vocabulary, config)
     run_rewards = {path: runs.reward_of_run(path) for path in policies}
@@ -160,7 +160,7 @@ def find_judges(
     policies: Sequence[str], vocabulary: Vocabulary, config: EvaluateConfig
 ) -> tuple["RewardFunctions", dict[str, Any]]:
     """The rewards, still without models, and by name the functions that compare completions."""
-    from common.rewards.functions import load_from_file
+    from common.objectives.user_files import load_from_file
     from common.rewards.score import RewardFunctions
 
     comparing = {path: load_from_file(path, "--judge_funcs") for path in config.judge_funcs}
@@ -227,13 +227,13 @@ def load_data(
     Raises:
         UserError: there is nothing to do.
     """
-    from common.text.reading import has_pairs, load_examples
+    from common.text.reading import evaluated_split, has_pairs, load_examples
 
     pairs: Sequence[Example] = []
     prompts: Sequence[Example] = []
     dataset, split_name = config.dataset_name, ""
     if config.score_pairs:
-        split_name = split_of(dataset, config)
+        split_name = evaluated_split(config, dataset)
         if has_pairs(config, split_name):
             pairs = load_examples(
                 config, dataset, split_name, "preference", vocabulary, config.num_eval_rows
@@ -245,7 +245,7 @@ def load_data(
         )
     if config.generates:
         name = config.prompts_dataset_name
-        split_of_prompts = split_of(name, config)
+        split_of_prompts = evaluated_split(config, name)
         prompts = load_examples(
             config, name, split_of_prompts, "prompts", vocabulary, config.num_prompts
         )

@@ -33,12 +33,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, scoring, self_checks
+from common.config.dpo import DPOConfig
 from common.data import Example
 from common.evaluation import pair_scores
 from common.forward import Policy
 from common.losses import sequence_logps
 from common.model import fsdp, load
-from common.pairs.config import DPOConfig
 from common.pairs.reference import ReferenceScores, load_reference
 from common.run import Run
 from common.text.example import Vocabulary

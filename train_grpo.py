@@ -9,7 +9,7 @@ One step is one rollout: every prompt gets `num_candidates` completions, the rew
 statistical rejection sampling keeps `num_generations` of them, their advantages are optionally
 normalised again over all that were kept on all ranks, and `num_iterations` updates are made on each
 of `num_minibatches`. Policy objectives and advantages are files of `common/objectives`, or yours;
-each other variant is one flag, defined in `common/grpo/config.py`. The objects of a step, in the
+each other variant is one flag, defined in `common/config/grpo.py`. The objects of a step, in the
 order of the loop, all of `common/grpo`:
 
     Groups              the N prompts of this rank, K candidates of each, rewards     rollouts
@@ -47,10 +47,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
+from common.config.grpo import GRPOConfig
 from common.errors import UserError
 from common.forward import Policy
 from common.grpo import minibatches, monitor, rollouts
-from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups

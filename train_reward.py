@@ -38,13 +38,13 @@ import torch
 from torch import Tensor
 
 from common import data, distributed, launch, scoring, self_checks
+from common.config.reward import RewardConfig
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import pair_scores
 from common.forward import RewardModel
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
-from common.pairs.reward_config import RewardConfig
 from common.run import Run
 from common.text.example import Vocabulary
 

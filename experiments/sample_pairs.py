@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import distributed, launch
+from common.config.dpo import RolloutPairConfig, refuse_rollouts
 from common.errors import UserError
 from common.model import load
-from common.pairs.config import RolloutPairConfig, refuse_rollouts
 from common.pairs.from_rollouts import pairs_from_rollouts
 from common.record.run_folder import save_run_files
 from common.text.reading import held_out_split

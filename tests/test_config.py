@@ -20,14 +20,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mistakes import STAGES
 
+from common.config.evaluate import EvaluateConfig
+from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.config.stages import TrainConfig
 from common.errors import UserError
-from common.evaluation.config import EvaluateConfig, split_of
-from common.grpo.config import GRPOConfig
 from common.record import run_folder
 from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
 from common.run import is_due
+from common.text.reading import evaluated_split
 
 MORE = {"train_grpo": ["--reward_funcs", "gold"], "evaluate": ["--policies", "b"]}
 NEEDED = ["--output_dir", "a", "--model_name_or_path", "b"]
@@ -248,9 +249,9 @@ def test_a_single_file_is_evaluated_whatever_its_name(tmp_path):
         path.write_text('{"prompt": "a", "completion": "b"}\n')
     argv = ["--output_dir", "run", "--policies", "a", "--dataset_name", str(file)]
     config = parse(EvaluateConfig, argv)
-    assert split_of(str(file), config) == "questions"
-    assert split_of(str(tmp_path), config) == "validation"
+    assert evaluated_split(config, str(file)) == "questions"
+    assert evaluated_split(config, str(tmp_path)) == "validation"
     config = parse(EvaluateConfig, [*argv, "--dataset_test_split", "test"])
-    assert split_of(str(tmp_path), config) == "test"
+    assert evaluated_split(config, str(tmp_path)) == "test"
     with pytest.raises(UserError, match="not 'test'"):
-        split_of(str(file), config)
+        evaluated_split(config, str(file))

@@ -25,9 +25,9 @@ from common.advantages import (
     group_advantages,
     normalise_globally,
 )
+from common.config.grpo import GRPOConfig
 from common.forward import Policy, RewardModel
 from common.grpo import rollouts
-from common.grpo.config import GRPOConfig
 from common.model import load
 from common.objectives.kinds import PolicyObjective, PreferenceLoss
 from common.padding import padded_batch

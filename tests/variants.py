@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from common.config.reward import HEAD_INITS
 from common.losses import AGGREGATIONS
-from common.model.load import HEAD_INITS
 from common.objectives.policy.sampler_weights import CORRECTIONS
 from common.record.jsonl import read_jsonl
 from common.text import synthetic

@@ -32,7 +32,6 @@ from common.record.jsonl import json_line, read_jsonl, write_atomically
 SCORES = "scores.jsonl"
 COMPLETIONS = "completions.jsonl"
 RESULTS = "results.json"
-POLICY_SCORES = ("implicit_reward", "logp_per_token")
 BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")
 REFERENCE = "reference completion"  # the name of a row's own completion
 

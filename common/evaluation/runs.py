@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from common.pairs.implicit_reward import ImplicitReward
+from common.config.evaluate import EvaluateConfig
+from common.objectives.implicit_reward import ImplicitReward
 from common.record.run_folder import ENVIRONMENT, REWARD, read_config, read_metrics
 
 
@@ -44,6 +45,18 @@ def reward_of_run(path: str) -> ImplicitReward:
             beta, needs_reference, losses <= {"sigmoid_norm", "ipo_mean", "simpo"}
         )
     return ImplicitReward(beta)
+
+
+def policies_of(config: EvaluateConfig) -> list[str]:
+    """The policies of an evaluation, the reference first; it may be one of them.
+
+    Without a flag that names it, it is the first of several, and that of a single one's run.
+    """
+    if not config.policies:
+        return []
+    first, *others = config.policies
+    reference = config.ref_model_name_or_path or (not others and reference_of_run(first)) or first
+    return [reference, *config.policies]
 
 
 def reference_of_run(path: str) -> str:

@@ -1,5 +1,5 @@
 """From a step's prompts to the micro-batches that GRPO trains on.
 
-Face: config.GRPOConfig; rollouts, which computes rewards and selects candidates; minibatches, which
-makes micro-batches of them; monitor, which logs the steps; held_out.HeldOut, which evaluates.
+Face: rollouts, which computes rewards and selects candidates; minibatches, which makes
+micro-batches of them; monitor, which logs the steps; held_out.HeldOut, which evaluates.
 """

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from common import distributed, scoring
+from common.config.grpo import GRPOConfig
 from common.data import Example
 from common.errors import EngineError
 from common.evaluation import accuracy, intervals
 from common.forward import Policy
-from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import reward
 from common.model import fsdp
 from common.padding import AnyBatch

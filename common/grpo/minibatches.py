@@ -16,8 +16,8 @@ from torch import Tensor
 
 from common import data, distributed
 from common.advantages import normalise_globally, step_advantages
+from common.config.grpo import GRPOConfig
 from common.forward import Policy, ReferenceStates
-from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates
 from common.model import fsdp
 from common.model.projection import Head

@@ -13,10 +13,10 @@ from common.advantages import (
     eos_penalty,
     num_candidates_seen,
 )
+from common.config.grpo import GRPOConfig
 from common.data import Example
 from common.errors import EngineError
 from common.forward import Policy
-from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates, objective_rewards, rejection_options, reward
 from common.losses import masked_sum
 from common.record.metrics import Accumulator
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Sampler
 
+PLAIN_METRICS = ("clip_fraction", "off_policy_fraction")  # of objectives, without a prefix
 MOST_FLAT = 0.9  # share of flat groups from which there is a warning
 
 
@@ -134,8 +135,11 @@ class StepMonitor:
         self, metrics: Mapping[str, Tensor], mask: Tensor, num_tokens: Tensor, *, is_new: bool
     ) -> None:
         """Record an objective's metrics (B, C), and if `is_new` its sampler weights."""
+        from common.record.glossary import OBJECTIVE_PREFIX
+
         for name, values in metrics.items():
             if name != "sampler_weight":
+                name = name if name in PLAIN_METRICS else f"{OBJECTIVE_PREFIX}{name}"
                 self.metrics.add(name, masked_sum(values, mask), num_tokens)
             elif is_new:
                 self.weights.append((values, mask))

@@ -23,9 +23,9 @@ from common.advantages import (
     penalise_steps,
     rejection_sample,
 )
+from common.config.grpo import DISTINCT, GRPOConfig
 from common.data import Example
 from common.errors import UserError
-from common.grpo.config import DISTINCT, GRPOConfig
 from common.noise import derive_seed, hash_counters, permutation
 
 if TYPE_CHECKING:

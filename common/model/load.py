@@ -40,7 +40,6 @@ HEAD_STDS: dict[str, Callable[[int], float]] = {
     "transformers": lambda d: 0.02,  # the `initializer_range` of GPT-2 and most others
     "zeros": lambda d: 0.0,
 }
-HEAD_INITS = tuple(HEAD_STDS)
 
 
 def revision_of(path: str, config: ModelFlags) -> str:
@@ -269,7 +268,7 @@ def load_reward_model(
     model_config: PretrainedConfig,
     tokenizer: Any,
     config: ModelFlags,
-    head_init: str = HEAD_INITS[0],
+    head_init: str = "stiennon",
     *,
     trains: bool = False,
 ) -> PreTrainedModel:
@@ -286,10 +285,9 @@ def load_reward_model(
     from common.model import checks
 
     is_fresh = not checks.is_classifier(model_config)
-    if head_init != HEAD_INITS[0] and not is_fresh:
+    if head_init != "stiennon" and not is_fresh:
         raise UserError(
-            f"--head_init is {head_init}; it must be {HEAD_INITS[0]} with {path!r}, which has a "
-            "head."
+            f"--head_init is {head_init}; it must be stiennon with {path!r}, which has a head."
         )
     model_config.num_labels = 1
     lm = load(AutoModelForSequenceClassification, path, model_config, config)

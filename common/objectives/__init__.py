@@ -10,5 +10,6 @@ A function names what it takes; docs/objectives.md lists it by kind. Keyword-onl
 default are its settings, see `--objective_args`; a ValueError refuses one. Tensors are float32, or
 float64 in evaluation.
 
-Face: `kinds.PolicyObjective`, `kinds.PreferenceLoss`, `kinds.Advantages`.
+Face: `kinds.PolicyObjective`, `kinds.PreferenceLoss`, `kinds.Advantages`; `implicit_reward`;
+`user_files`, which also finds reward functions.
 """

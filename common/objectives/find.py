@@ -117,7 +117,7 @@ class Objective:
 @functools.cache  # a run goes on if the file is moved
 def from_file(name: str, flag: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function of a user's file, which is run, and what the file defines."""
-    from common.rewards.functions import load_from_file, module_of
+    from common.objectives.user_files import load_from_file, module_of
 
     function = load_from_file(name, flag)
     return function, vars(module_of(Path(name.rpartition(":")[0]).expanduser()))

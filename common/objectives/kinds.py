@@ -11,9 +11,6 @@ from torch import Tensor
 from common import distributed
 from common.errors import UserError
 from common.objectives.find import Objective
-from common.record.glossary import OBJECTIVE_PREFIX
-
-PLAIN_METRICS = ("clip_fraction", "off_policy_fraction", "sampler_weight")  # without a prefix
 
 
 @contextmanager
@@ -58,7 +55,6 @@ class PolicyObjective(Objective):
             result = function(tensors)
             tensors["loss"], metrics = result if isinstance(result, tuple) else (result, {})
             for name, values in metrics.items():
-                name = name if name in PLAIN_METRICS else f"{OBJECTIVE_PREFIX}{name}"
                 if name in all_metrics:  # weights of two functions multiply
                     values = values * all_metrics[name]
                 all_metrics[name] = values

@@ -1,4 +1,4 @@
-"""Pairs of completions: their flags, where they come from, and their reference log-probs.
+"""Pairs of completions: where they come from, and their reference log-probs.
 
-Face: config.DPOConfig, reward_config.RewardConfig, reference, from_rollouts, implicit_reward.
+Face: reference, from_rollouts.
 """

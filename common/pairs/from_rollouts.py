@@ -20,12 +20,12 @@ from common.advantages import (
     first_of_text,
     rejection_sample,
 )
+from common.config.dpo import DPOConfig, RolloutPairConfig
 from common.data import Example
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform
-from common.pairs.config import DPOConfig, RolloutPairConfig
 from common.record import output_lock
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.rewards.score import RewardFunctions

@@ -22,8 +22,8 @@ from common.padding import AnyBatch
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
+    from common.config.dpo import DPOConfig
     from common.model.lora import AdapterReference
-    from common.pairs.config import DPOConfig
 
 
 @dataclass

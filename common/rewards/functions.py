@@ -6,24 +6,20 @@ whatever the completion is.
 """
 
 import asyncio
-import hashlib
-import importlib.util
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from decimal import Decimal
 from functools import cache, partial
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from common.errors import UserError, why_missing
+from common.objectives.user_files import load_from_file
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
@@ -168,7 +164,6 @@ WITH_ARGUMENT: dict[str, Callable[[str], RewardFunction]] = {
     "rouge_l": rouge_l,
     "count": count,
 }
-USER_FOLDERS: list[str] = []  # that `module_of` has added to sys.path
 KINDS = (*BUILT_IN, *(f"{name}:..." for name in WITH_ARGUMENT), "path/to/file.py:function")
 
 
@@ -204,70 +199,6 @@ def find_function(name: str) -> RewardFunction | None:
             "(owner/name)."
         )
     return None
-
-
-def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
-    """The function of `path/to/file.py:function`; runs the file.
-
-    Raises:
-        UserError: no such file or function; the sentence names the `flag` that the name was given
-            by.
-    """
-    file, _, function_name = name.rpartition(":")
-    path = Path(os.path.expanduser(file))  # Path's own raises for an unknown ~user
-    if not file.endswith(".py") or not function_name:
-        raise UserError(f"{flag} has {name!r}; name the function: path/to/file.py:function.")
-    if not os.path.isfile(path):
-        reason = why_missing(file)
-        raise UserError(f"{flag} has {name!r}, and there is no file {file!r}{reason}.")
-    function = getattr(module_of(path), function_name, None)
-    if not callable(function):
-        raise UserError(f"{flag} has {name!r}, and {file!r} has no function of that name.")
-    return cast(Callable[..., Any], function)
-
-
-def module_of(path: Path) -> ModuleType:
-    """The module of a user's file, which runs once and may import the files of its folder.
-
-    The folder is last in `sys.path`: it shadows nothing. The module has the file's name, by which
-    spawned processes import it, or one with a hash if another module has that name. While the file
-    runs, the modules of other such folders are hidden: two folders may have files of one name.
-    """
-    path = Path(os.path.realpath(path))
-    folder, name = str(path.parent), path.stem.replace(".", "_")
-    hashed = f"{name}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
-    for loaded in (sys.modules.get(name), sys.modules.get(hashed)):
-        if loaded and os.path.realpath(getattr(loaded, "__file__", None) or "") == str(path):
-            return loaded
-    if folder not in map(os.path.realpath, sys.path):
-        USER_FOLDERS.append(folder)
-        sys.path.append(folder)
-    spec = None if name in sys.modules else importlib.util.find_spec(name)
-    if spec is None or os.path.realpath(spec.origin or "") != str(path):
-        spec = importlib.util.spec_from_file_location(hashed, path)
-    assert spec is not None
-    assert spec.loader is not None
-    others = [other for other in USER_FOLDERS if other != folder]
-    names = [each for each in sys.modules if folder_of(each) in others]
-    hidden = {each: sys.modules.pop(each) for each in names}
-    sys.path[:] = [each for each in sys.path if each not in others]
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    finally:
-        sys.modules.update(hidden)
-        sys.path[:] = [each for each in sys.path if each not in USER_FOLDERS] + USER_FOLDERS
-    return module
-
-
-def folder_of(module_name: str) -> str:
-    """The entry of `sys.path` that a loaded module, or the package around it, comes from."""
-    spec = getattr(sys.modules.get(module_name.partition(".")[0]), "__spec__", None)
-    inside = [*(spec.submodule_search_locations or ()), spec.origin or ""][0] if spec else ""
-    return os.path.dirname(inside)
 
 
 # ---- calling one ---------------------------------------------------------------------------------
@@ -334,33 +265,3 @@ def scalar(value: Any) -> Any:
     """The Python number in a scalar of numpy or torch; anything else as it is."""
     is_scalar = isinstance(value, Tensor | np.generic | np.ndarray) and value.ndim == 0
     return value.item() if is_scalar else value
-
-
-# ---- names in tables -----------------------------------------------------------------------------
-
-
-def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Names in a table: as many of a path's last folders as make all of them differ."""
-    paths = list(dict.fromkeys(paths))
-    for depth in range(1, 1 + max((len(Path(path).parts) for path in paths), default=0)):
-        names = {path: short_name(path, depth) for path in paths}
-        if len(set(names.values())) == len(paths):
-            return names
-    return {path: path for path in paths}
-
-
-def short_name(path: str, depth: int = 1) -> str:
-    """The last `depth` folders of the path of a function or model.
-
-    `run` for `run/model`, and `run step 5` for the model of that checkpoint.
-    """
-    if is_built_in(path):
-        return path
-    if ".py:" in path:
-        return path.rpartition(":")[2] if depth == 1 else path
-    folders = Path(path).parts
-    folders = folders[:-1] if len(folders) > 1 and folders[-1] == "model" else folders
-    if len(folders) > 2 and folders[-2] == "checkpoints":
-        step = folders[-1].removeprefix("step_").lstrip("0")
-        folders = (*folders[:-3], f"{folders[-3]} step {step}")
-    return "/".join(folders[-depth:])

@@ -35,6 +35,7 @@ from common import distributed
 from common.config.stages import CommonConfig
 from common.data import Example
 from common.errors import MAX_NAMED, UserError, gist, naming
+from common.objectives.user_files import short_names
 from common.rewards.functions import (
     RewardFunction,
     as_number,
@@ -44,7 +45,6 @@ from common.rewards.functions import (
     is_collective,
     needed_columns,
     scalar,
-    short_names,
     text_of,
 )
 from common.sampling.sampler import Rollouts

@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from common.config.engine import EngineConfig
 from common.sampling.sampler import Sampler
-from common.sampling.vllm.config import EngineConfig
 from common.text.example import Vocabulary
 
 

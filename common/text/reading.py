@@ -12,6 +12,7 @@ from pathlib import Path
 from common import distributed
 from common.config.flags import AUTO
 from common.config.stages import CommonConfig, TrainConfig
+from common.errors import UserError
 from common.text import chat, data_report, schemas, shared_rows, sources, tokenise
 from common.text.example import Example, Vocabulary
 from common.text.schemas import RawRow
@@ -149,6 +150,15 @@ def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bo
             sources.open_split(config, dataset_name, name)
             return name
     return ""
+
+
+def evaluated_split(config: CommonConfig, dataset_name: str) -> str:
+    """The split of a data set to evaluate on; a UserError if there is none."""
+    if split := held_out_split(config, dataset_name):
+        return split
+    raise UserError(
+        f"{dataset_name} has no split to evaluate on; name one by --dataset_test_split."
+    )
 
 
 def has_pairs(config: CommonConfig, split: str) -> bool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from common.config.dpo import DPOConfig
+from common.config.grpo import GRPOConfig
 from common.config.stages import SamplingConfig
-from common.grpo.config import GRPOConfig
-from common.pairs.config import DPOConfig
 from common.sampling.graphs import MAX_KEPT_BYTES
 from common.sampling.sampler import decoded_at_once
 from experiments.plan.activations import activations, forward_bytes, logits_bytes

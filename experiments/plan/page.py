@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import distributed
+from common.config.dpo import DPOConfig
+from common.config.grpo import GRPOConfig
 from common.config.stages import TrainConfig
-from common.grpo.config import GRPOConfig
 from common.model.checks import Kind
-from common.pairs.config import DPOConfig
 from common.record.terminal import format_number, markdown_table
 from common.rewards.functions import is_reward_model
 from experiments.plan import footprint

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.config.dpo import DPOConfig
+from common.config.grpo import GRPOConfig
 from common.config.stages import TrainConfig
-from common.grpo.config import GRPOConfig
-from common.pairs.config import DPOConfig
 from experiments.plan.footprint import Decoder, Footprint
 
 FLOAT32 = 4  # bytes

@@ -33,10 +33,10 @@ from common.checkpoint import best as best_checkpoint
 from common.checkpoint import checkpointer as checkpoint
 from common.checkpoint import layout, resume
 from common.checkpoint.checkpointer import Checkpointer
+from common.config.grpo import GRPOConfig
 from common.distributed import mesh
 from common.errors import UserError
 from common.forward import Policy
-from common.grpo.config import GRPOConfig
 from common.model import fsdp, optim
 from common.record import output_lock
 from common.record.jsonl import json_line, read_jsonl

@@ -21,10 +21,10 @@ from common import distributed
 from common.checkpoint import export, hf_folder, layout
 from common.checkpoint.checkpointer import Checkpointer
 from common.checkpoint.export import ExportConfig
+from common.config.grpo import GRPOConfig
 from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.forward import Policy
-from common.grpo.config import GRPOConfig
 from common.model import fsdp, load, optim
 from common.record.metrics import Accumulator
 

@@ -26,13 +26,14 @@ from transformers import (
 
 import evaluate
 from common import distributed
+from common.config.evaluate import POLICY_SCORES
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs, summary
 from common.evaluation.records import BASELINES, PairScores
 from common.evaluation.results import Results, System, read_results
 from common.model import load
-from common.pairs.implicit_reward import ImplicitReward
+from common.objectives.implicit_reward import ImplicitReward
 from common.report import evaluation_report, tables
 from common.rewards.models import RewardModelFunction
 from common.text import reading, synthetic
@@ -60,7 +61,7 @@ def pair(row: int, **facts: Any) -> dict[str, Any]:
 def test_readings_of_a_policy_by_hand():
     logps, ref_logps = torch.tensor([[-4.0, -6.0]]), torch.tensor([[-4.5, -4.5]])
     pairs = [Example(0, "p", [5], [[1, 2], [1, 2, 3]], {})]
-    config: Any = SimpleNamespace(policy_scores=records.POLICY_SCORES)
+    config: Any = SimpleNamespace(policy_scores=POLICY_SCORES)
     given = (pairs, ImplicitReward(), config)
     policy: Any = None  # it is not read
     reference = measure.Reference(policy, ref_logps)

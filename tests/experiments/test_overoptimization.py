@@ -28,11 +28,11 @@ import torch
 import train_grpo
 from common import data, distributed, scoring
 from common.checkpoint import export
+from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.forward import Policy, RewardModel
-from common.grpo.config import GRPOConfig
 from common.record.jsonl import read_jsonl
 from common.sampling.sampler import Rollouts
 from common.text import synthetic

@@ -20,10 +20,10 @@ from stages_here import run_here
 from transformers import AutoModelForSequenceClassification
 
 from common import advantages, distributed, padding
+from common.config.grpo import GRPOConfig
 from common.errors import UserError
 from common.forward import Policy, RewardModel, sequence_scores
 from common.grpo import rollouts
-from common.grpo.config import GRPOConfig
 from common.model import fsdp, optim
 from common.sampling import decode
 from common.text.reading import load_rows

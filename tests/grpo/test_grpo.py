@@ -28,10 +28,10 @@ from common import distributed, self_checks
 from common.advantages import EPSILON
 from common.checkpoint import layout
 from common.checkpoint.sharded_state import restore_state
+from common.config.grpo import GRPOConfig
 from common.errors import UserError
 from common.forward import Policy, ReferenceStates
 from common.grpo import minibatches, rollouts
-from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch, OldLogps
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups, SelectedCandidates, select

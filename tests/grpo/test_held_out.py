@@ -12,12 +12,12 @@ import pytest
 import tiny
 import torch
 
+from common.config.grpo import GRPOConfig
 from common.data import Example
 from common.errors import EngineError
 from common.evaluation.intervals import mean_over_prompts, share_over_prompts
 from common.forward import Policy
 from common.grpo import monitor
-from common.grpo.config import GRPOConfig
 from common.grpo.held_out import HeldOut
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger

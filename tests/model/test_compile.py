@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 
 import train_grpo
 import train_sft
+from common.config.grpo import GRPOConfig
 from common.config.stages import SFTConfig
-from common.grpo.config import GRPOConfig
 from common.record.jsonl import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")

@@ -27,12 +27,12 @@ from transformers.pytorch_utils import Conv1D
 
 from common import distributed, self_checks
 from common.checkpoint import export
+from common.config.dpo import DPOConfig
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load, optim
 from common.model.rollout_copy import PackedLinear, RolloutCopy
 from common.model.rollout_copy import packed as packed_weights
 from common.padding import padded_batch
-from common.pairs.config import DPOConfig
 from common.sampling.sampler import Sampler
 
 BLOCKS = {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}

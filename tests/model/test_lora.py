@@ -27,10 +27,10 @@ from transformers import (
 from common import distributed
 from common.checkpoint import export, hf_folder, layout
 from common.checkpoint.export import ExportConfig
+from common.config.grpo import GRPOConfig
 from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.forward import Policy
-from common.grpo.config import GRPOConfig
 from common.model import fsdp, load, lora, optim
 from common.model.lora import AdapterReference
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch

@@ -21,15 +21,15 @@ from ranks import SHORT_RUN, launch, run_stages, untimed_lines
 import evaluate
 from common import losses
 from common.checkpoint import layout
+from common.config.dpo import DPOConfig
+from common.config.evaluate import EvaluateConfig
+from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.errors import UserError
 from common.evaluation import runs
-from common.evaluation.config import EvaluateConfig
-from common.grpo.config import GRPOConfig
 from common.objectives.find import Objective
+from common.objectives.implicit_reward import ImplicitReward
 from common.objectives.kinds import Advantages, PolicyObjective, PreferenceLoss
-from common.pairs.config import DPOConfig
-from common.pairs.implicit_reward import ImplicitReward
 from common.report import evaluation_report
 from experiments.evidence import optimum
 from experiments.evidence.conformance.case import CASES

@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 import evaluate
 import train_dpo
 import train_reward
+from common.config.evaluate import EvaluateConfig
 from common.data import BatchOrder, Example
 from common.errors import UserError
-from common.evaluation.config import EvaluateConfig
 from common.forward import Policy, RewardModel
 from common.model import load
 from common.padding import padded_batch

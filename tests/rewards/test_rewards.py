@@ -32,6 +32,7 @@ from common.data import Example
 from common.distributed import tokenizer_threads
 from common.errors import FunctionError, UserError
 from common.model import load
+from common.objectives import user_files
 from common.rewards import functions, models
 from common.rewards.functions import WORD, is_reward_model
 from common.rewards.score import RewardFunctions, RewardLog
@@ -560,7 +561,7 @@ other = name
 def test_a_user_s_file_is_one_module_next_to_its_neighbours(tmp_path, monkeypatch, stem, method):
     """Whatever path leads to it, and if other files have the same name: a user's or Python's."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(functions, "USER_FOLDERS", [])
+    monkeypatch.setattr(user_files, "USER_FOLDERS", [])
     monkeypatch.chdir(tmp_path)
     for folder in map(Path, "ab"):
         folder.mkdir()

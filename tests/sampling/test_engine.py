@@ -19,10 +19,10 @@ from stand_in import StandIn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
+from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.errors import EngineError, UserError
 from common.forward import Policy
-from common.grpo.config import GRPOConfig
 from common.model import lora
 from common.record.jsonl import read_jsonl
 from common.sampling import token_records

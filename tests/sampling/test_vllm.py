@@ -26,9 +26,9 @@ import torch
 from stand_in import StandIn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.config.grpo import GRPOConfig
 from common.errors import EngineError
 from common.forward import Policy
-from common.grpo.config import GRPOConfig
 from common.sampling import token_records
 from common.sampling.engine import new_sampler
 from common.sampling.sampler import Rollouts, Sampler

@@ -28,9 +28,9 @@ from ranks import ROOT, Script, environment
 from safetensors.torch import load_file, save_file
 
 from common import self_checks
+from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.errors import UserError
-from common.grpo.config import GRPOConfig
 from common.model import load
 from common.record.jsonl import read_jsonl
 from common.sampling.sampler import Sampler

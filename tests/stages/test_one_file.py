@@ -26,8 +26,8 @@ from transformers import AutoTokenizer, GPT2Config
 
 import evaluate
 from common import noise
+from common.config.evaluate import EvaluateConfig
 from common.config.parser import parse
-from common.evaluation.config import EvaluateConfig
 from common.record.jsonl import read_jsonl
 from common.report import evaluation_report
 from common.text import synthetic

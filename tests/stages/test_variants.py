@@ -12,9 +12,9 @@ import pytest
 import torch
 from ranks import STAGES
 
+from common.config.engine import EngineConfig
 from common.config.flags import CompletionFlags, FrozenFlags, SampleTableFlags
 from common.config.stages import TrainConfig
-from common.sampling.vllm.config import EngineConfig
 from experiments.runs.stages import config_class
 from tests.variants import OF_STAGE, VARIANTS, Run, compare, label, largest_difference, row
 

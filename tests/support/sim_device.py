@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from common import distributed, scoring
+from common.config.grpo import GRPOConfig
 from common.forward import Policy
-from common.grpo.config import GRPOConfig
 from common.model import fsdp, rollout_copy
 from common.run import Run
 from common.sampling import decode, graphs, sampler

@@ -14,8 +14,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from common.config.grpo import GRPOConfig
 from common.config.stages import SFTConfig, TrainConfig
-from common.grpo.config import GRPOConfig
 from common.record.terminal import markdown_table
 from experiments.plan import page as plan
 from experiments.plan.memory import Moment, host_bytes, peak

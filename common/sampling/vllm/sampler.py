@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from common import distributed, noise
+from common.config.engine import EngineConfig
 from common.data import Example, row_numbers
 from common.sampling.sampler import Rollouts, Sampler
-from common.sampling.vllm.config import EngineConfig
 from common.sampling.vllm.server import Server
 from common.sampling.vllm.weights import Weights, sender
 from common.text.example import Vocabulary

@@ -5,8 +5,8 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
+from common.config.engine import EngineConfig, is_restricted
 from common.errors import EngineError, first_sentence, gist
-from common.sampling.vllm.config import EngineConfig, is_restricted
 
 OLDEST = (0, 30)  # version of vLLM that has all the calls
 

@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from common.config.flags import CompletionFlags, flag, path_flag
 from common.config.stages import TrainConfig
-from common.model.load import HEAD_INITS
+
+HEAD_INITS = ("stiennon", "openrlhf", "transformers", "zeros")
 
 
 @dataclass

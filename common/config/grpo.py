@@ -5,6 +5,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from common.advantages import REJECTION_METHODS, SCALES
+from common.config.engine import EngineConfig
 from common.config.flags import (
     OBJECTIVE_ARGS,
     SMALLEST_TEMPERATURE,
@@ -16,7 +17,6 @@ from common.config.flags import (
 from common.config.stages import TrainConfig
 from common.losses import AGGREGATIONS
 from common.objectives.find import Objective, as_arguments, merged
-from common.sampling.vllm.config import EngineConfig
 
 if TYPE_CHECKING:
     from common.objectives.kinds import Advantages, PolicyObjective
@@ -133,7 +133,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
 
     def __post_init__(self) -> None:
         """Refuse values that no GRPO run may have."""
-        from common.rewards.functions import short_names
+        from common.objectives.user_files import short_names
 
         super().__post_init__()
         self.num_candidates = self.num_candidates or self.num_generations

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from common.config.engine import EngineConfig
 from common.config.flags import (
     OBJECTIVE_ARGS,
     SMALLEST_TEMPERATURE,
@@ -14,8 +15,7 @@ from common.config.flags import (
 )
 from common.config.stages import RowsConfig, TrainConfig
 from common.errors import UserError
-from common.pairs.implicit_reward import ImplicitReward
-from common.sampling.vllm.config import EngineConfig
+from common.objectives.implicit_reward import ImplicitReward
 
 if TYPE_CHECKING:
     from common.objectives.kinds import PreferenceLoss

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from common.config.engine import EngineConfig
 from common.config.flags import AUTO, REPORT_TO, flag, free_flag, path_flag
 from common.errors import UserError
-from common.evaluation import records, runs
-from common.sampling.vllm.config import EngineConfig
+
+POLICY_SCORES = ("implicit_reward", "logp_per_token")
 
 
 @dataclass
@@ -30,7 +31,7 @@ class EvaluateConfig(EngineConfig):
         ["implicit_reward"],
         "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
         "logp_per_token",
-        records.POLICY_SCORES,
+        POLICY_SCORES,
         required=True,
     )
 
@@ -65,21 +66,9 @@ class EvaluateConfig(EngineConfig):
             raise self.refused("max_new_tokens", most)
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
-        if len(self.policies) == 1 and not self.ref_model_name_or_path:
-            self.ref_model_name_or_path = runs.reference_of_run(first)
-        self.ref_model_name_or_path = self.ref_model_name_or_path or first
         self.prompts_dataset_name = self.prompts_dataset_name or self.dataset_name
 
     @property
     def generates(self) -> bool:
         """Whether completions are sampled."""
         return bool(self.policies and self.num_prompts)
-
-
-def split_of(name: str, config: EvaluateConfig) -> str:
-    """The split of a data set to evaluate on; a UserError if there is none."""
-    from common.text.reading import held_out_split
-
-    if split := held_out_split(config, name):
-        return split
-    raise UserError(f"{name} has no split to evaluate on; name one by --dataset_test_split.")
