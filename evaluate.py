@@ -20,7 +20,7 @@ prompts, and docs/evaluation.md says what it is.
 
 Writes `results.json`, `scores.jsonl` (what every system scores on every pair), `completions.jsonl`
 (of which every number about generations is a function), `report.html`, `report.md` and
-`plots/*.png` to output_dir, and prints the systems' table; `--verbose true` prints all tables.
+`plots/*.png` to output_dir, and prints the systems' table.
 """
 
 from collections.abc import Sequence
@@ -133,8 +133,7 @@ def main(config: EvaluateConfig) -> None:
     )
     write_results(results, output_dir)
     evaluation_report.write_report(results, output_dir)
-    evaluation_report.log_systems(results, config)
-    distributed.print_rank0(f"\n{evaluation_report.terminal_text(results, config.verbose)}\n")
+    distributed.print_rank0(f"\n{evaluation_report.terminal_text(results)}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 

@@ -31,7 +31,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     from common.checkpoint import hf_folder
     from common.config.parser import parse
     from common.model import sizes
-    from common.record import run_folder, terminal, tracking
+    from common.record import run_folder, terminal
     from common.shutdown import processes, signals
 
     status = 0
@@ -49,7 +49,6 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             processes.check_bfloat16(config.layout)
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             run_folder.refuse_unwritable(config.output_dir)
-            tracking.refuse_impossible(getattr(config, "report_to", ()))
         given, config = config.given, hf_folder.with_folders(config)
         main(sizes.for_device(config, given))
         dist.barrier()

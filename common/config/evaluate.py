@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.config.engine import EngineConfig
-from common.config.flags import AUTO, REPORT_TO, flag, free_flag, path_flag
+from common.config.flags import AUTO, flag, path_flag
 from common.errors import UserError
 
 POLICY_SCORES = ("implicit_reward", "logp_per_token")
@@ -51,8 +51,6 @@ class EvaluateConfig(EngineConfig):
     judge_funcs: list[str] = path_flag(
         [], "judges of two generations: file.py:function (your file is run as code)"
     )
-    report_to: list[str] = free_flag(["none"], "none, or one or several of these", REPORT_TO)
-    verbose: bool = flag(False, "print every table of the report, not only that of the systems")
 
     def __post_init__(self) -> None:
         """Refuse values that no evaluation may have."""

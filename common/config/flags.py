@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from common.errors import UserError
 
-REPORT_TO = ("none", "wandb", "tensorboard")
 AUTO = "auto"
 SMALLEST_TEMPERATURE = 1e-6  # logits are divided by it
 WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # see `operator`

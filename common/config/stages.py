@@ -161,7 +161,7 @@ class TrainConfig(RowsConfig):
     max_grad_norm: float = flag(1.0, "clip the global gradient norm to it (0: no clipping)", ge=0)
 
     _logging: ClassVar = flags.WATCHING
-    report_to: list[str] = free_flag(["none"], "none, or one or several of these", flags.REPORT_TO)
+    report_to: str = free_flag("none", "where metrics and samples go too", ["none", "wandb"])
     run_name: str = free_flag("", "name of the run in wandb; empty: the name of output_dir")
     logging_steps: int = free_flag(10, "steps between lines of metrics.jsonl", gt=0)
     eval_steps: int = free_flag(0, "steps between evaluations (0: at the end only)")

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from common.distributed import is_rank0
 from common.evaluation.accuracy import Interval, PreferenceAccuracy
@@ -166,8 +165,7 @@ def write_results(results: Results, output_dir: Path) -> None:
     """Write `results.json`, on rank 0: what a system generates is next to its other entries."""
     if is_rank0():
         values = asdict(results)
-        values["systems"] = [_flat(system) for system in values["systems"]]
-        values["reference_completions"] = _without_empty(values["reference_completions"])
+        values["systems"] = [s | (s.pop("generations") or {}) for s in values["systems"]]
         text = json.dumps(values, indent=2) + "\n"
         (output_dir / RESULTS).write_text(text, encoding="utf-8")
 
@@ -179,19 +177,3 @@ def read_results(path: Path) -> Results:
         system["generations"] = system if "length" in system else None
     results: Results = typed(Results, values)
     return results
-
-
-def _flat(system: dict[str, Any]) -> dict[str, Any]:
-    """A system as in the file: entries of generations only if it has any, as with rewards."""
-    generations = _without_empty(system.pop("generations")) or {}
-    rewards = {name: system.pop(name) for name in ("gold_reward", "reward")}
-    return {**system, **generations, **(rewards if "rewards" in generations else {})}
-
-
-def _without_empty(generations: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The entries of generations without judges that there are none of."""
-    return generations and {
-        name: value
-        for name, value in generations.items()
-        if value or name not in ("rewards", "pass_rates")
-    }

@@ -1,7 +1,7 @@
-"""Logging of metrics and samples: files, progress bar, terminal, wandb, tensorboard.
+"""Logging of metrics and samples: files, progress bar, terminal, wandb.
 
 `metrics.jsonl` holds an object per logged step, `{"step": n, name: value, ...}`: training metrics
-and evaluations are separate lines. A name outside `common/record/glossary.py` gets a warning.
+and evaluations are separate lines. `common/record/glossary.py` has the names.
 """
 
 import sys
@@ -16,8 +16,8 @@ from common.config.stages import TrainConfig
 from common.distributed import is_rank0, peak_memory_gb, progress_bar, show_status, world_size
 from common.errors import UserError
 from common.record import output_lock, run_folder, terminal
-from common.record.glossary import CONSOLE, POSTFIX, is_defined, recorded
-from common.record.jsonl import json_line, write_atomically
+from common.record.glossary import CONSOLE, POSTFIX, recorded
+from common.record.jsonl import json_line
 from common.record.metrics import Accumulator
 from common.record.tracking import Tracker
 from common.shutdown.failures import note_step
@@ -30,7 +30,7 @@ class RunLogger:
     """
 
     def __init__(self, config: TrainConfig, total_steps: int, start_step: int = 0) -> None:
-        """Open the files, the bar, and the trackers in `report_to`.
+        """Open the files, the bar, and the tracker that `report_to` names.
 
         Raises:
             UserError: the run was resumed beyond its end.
@@ -49,16 +49,15 @@ class RunLogger:
         if not self._active:
             return
         self.output_dir = output_dir = Path(config.output_dir)
-        self._run_files = run_folder.save_run_files(output_dir, config, world_size())
+        run_folder.save_run_files(output_dir, config, world_size())
         earlier = run_folder.read_metrics(output_dir)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
         self._files = {
-            name: (output_dir / name).open("a+", encoding="utf-8")
+            name: (output_dir / name).open("a", encoding="utf-8")
             for name in (run_folder.METRICS, run_folder.SAMPLES)
         }
         self._tracker = Tracker(config, start_step)
-        self._undefined: set[str] = set()  # metrics that a warning has named
         self._bar = progress_bar(self.stage, total_steps, start_step)
 
     def log_training(self, step: int, metrics: Accumulator) -> None:
@@ -78,19 +77,15 @@ class RunLogger:
         self.log(step, values)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a step in files and trackers, and print those of `CONSOLE`."""
+        """Record metrics of a step in the files, and print those of `CONSOLE`."""
         if not self._active:
             return
-        for name in metrics:
-            if not is_defined(name) and name not in self._undefined:
-                self._undefined.add(name)
-                self._write(f"warning: metric {name!r} has no definition in docs/metrics.md.")
         values = {name: float(value) for name, value in metrics.items()}
         values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
         if "peak_memory_gb" in values:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
         self._append(run_folder.METRICS, {"step": step, **values})
-        self._tracker.call("log", values={"step": step, **values})
+        self._tracker.log({"step": step, **values})
         texts = {name: terminal.format_number(value) for name, value in values.items()}
         shown = [f"{name}\xa0{texts[name]}" for name in recorded([texts], CONSOLE)]
         postfix = {name: texts[name] for name in POSTFIX if name in texts}
@@ -140,34 +135,28 @@ class RunLogger:
         self._write(f"\n{title}\n{terminal.wrapped_table(table, terminal.line_width())}\n")
         columns = list(table[0])
         data = [[row.get(column) for column in columns] for row in table]
-        self._tracker.call("log_table", name="samples", columns=columns, rows=data, step=step)
+        self._tracker.log_samples(columns, data, step)
         self._mark = time.monotonic()
 
     def close(self) -> None:
-        """Close the bar, the files and the trackers, and unlock `output_dir`."""
+        """Close the bar, the files and the tracker, and unlock `output_dir`."""
         if not self._active:
             return
         self._active = False
         self._bar.close()
-        for name in self._files:
-            self._append(name)
-            self._files[name].close()
-        self._tracker.call("finish", summary={})
+        for file in self._files.values():
+            file.close()
+        self._tracker.finish()
         output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Add lines to a file; it and the run's other files are written again if removed."""
-        file, path = self._files[name], self.output_dir / name
+        """Add lines to a file."""
         try:
-            for removed in [each for each in (*self._run_files, path) if not each.exists()]:
-                print(f"warning: {removed} was removed in mid-run; it is written again", flush=True)
-                file.seek(0)
-                write_atomically(removed, [self._run_files.get(removed) or file.read()])
-                self._files[name] = path.open("a+", encoding="utf-8")
             self._files[name].writelines(map(json_line, records))
             self._files[name].flush()  # for readers, and for a resumed run after a crash
         except OSError as error:
-            raise UserError(f"{path} could not be written ({error.strerror}).") from None
+            where = self.output_dir / name
+            raise UserError(f"{where} could not be written ({error.strerror}).") from None
 
     @staticmethod
     def _write(text: str) -> None:

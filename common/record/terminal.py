@@ -14,7 +14,7 @@ from common.errors import UserError
 NOT_MEASURED = "\N{EN DASH}"
 LINE_BREAK = re.compile(r"\r\n|[\n\v\f\r\x85\u2028\u2029]")
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
-MIN_TEXT_WIDTH = 12  # characters below which a wrapped column is no longer read
+SHOWN = 120  # characters of a text in `wrapped_table`
 
 
 def format_number(value: float) -> str:
@@ -66,32 +66,24 @@ def folded(text: str, width: int, indent: str = "") -> str:
     return "\n".join(textwrap.fill(line, width, subsequent_indent=indent) for line in lines)
 
 
-def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4) -> str:
+def wrapped_table(rows: Sequence[dict[str, Any]], width: int) -> str:
     """A table at most `width` wide where long texts wrap inside their column.
 
     Columns are the keys of the rows, in order of first appearance; a missing key is an en dash.
-    Heads break after a slash. A prompt (a column whose name starts with "prompt") that needs more
-    than `max_lines` lines loses its beginning, any other text its end: of a prompt, the cue at the
-    end is what matters.
+    Heads break after a slash. Of a long prompt (a column whose name starts with "prompt") the end
+    is shown, with its cue, of any other text the beginning.
     """
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[format_cell(row.get(column)) for column in columns] for row in rows]
-    heads = [format_cell(column).replace("/", "/\n") for column in columns]
-    longest = [
-        max(len(line) for row in [heads, *cells] for line in row[i].split("\n"))
-        for i in range(len(columns))
-    ]
-    narrow = [length for length in longest if length <= MIN_TEXT_WIDTH]
-    free = width - 2 * (len(columns) - 1) - sum(narrow)
-    room = max(MIN_TEXT_WIDTH, free // max(1, len(columns) - len(narrow)))  # of a wide column
-    texts = []
-    for column, head, *texts_of_rows in zip(columns, heads, *cells, strict=True):
-        is_number = all(isinstance(row.get(column), int | float | None) for row in rows)
-        lines = (textwrap.wrap(text.strip(), room) for text in texts_of_rows)
-        is_prompt = column.startswith("prompt")
-        shown = ["\n".join(_cut(each, max_lines, is_prompt)) for each in lines]
-        texts.append(([folded(head, room), *shown], "right" if is_number else "left"))
-    return grid(texts, width)
+    columns = []
+    for name in dict.fromkeys(key for row in rows for key in row):
+        is_number = all(isinstance(row.get(name), int | float | None) for row in rows)
+        texts = [format_cell(row.get(name)).strip() for row in rows]
+        if name.startswith("prompt"):
+            texts = [t if len(t) <= SHOWN else ELLIPSIS + t[-SHOWN:] for t in texts]
+        else:
+            texts = [t if len(t) <= SHOWN else t[:SHOWN] + ELLIPSIS for t in texts]
+        head = format_cell(name).replace("/", "/\n")
+        columns.append(([head, *texts], "right" if is_number else "left"))
+    return grid(columns, width)
 
 
 def grid(columns: Sequence[tuple[Sequence[str], Any]], width: int) -> str:
@@ -103,21 +95,12 @@ def grid(columns: Sequence[tuple[Sequence[str], Any]], width: int) -> str:
     rule_below_head = Box("    \n    \n -- \n" + 5 * "    \n", ascii=True)
     table = Table(box=rule_below_head, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for (head, *_), side in columns:
-        table.add_column(head, justify=side)
+        table.add_column(head, justify=side, overflow="fold")
     for row in zip(*(cells for (_, *cells), _ in columns), strict=True):
         table.add_row(*row)
     file = io.StringIO()
     Console(file=file, width=width, color_system=None, markup=False, emoji=False).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-
-def _cut(lines: list[str], most: int, keep_end: bool) -> list[str]:
-    """The last or the first `most` lines, with an ellipsis where others are left out."""
-    if len(lines) <= most:
-        return lines
-    if keep_end:
-        return [ELLIPSIS + lines[-most][1:], *lines[1 - most :]]
-    return [*lines[: most - 1], lines[most - 1][:-1] + ELLIPSIS]
 
 
 def keep_printing() -> None:

@@ -1,24 +1,18 @@
 """The systems' table, the text for the terminal and the report of an evaluation."""
 
-from collections.abc import Mapping, Sequence
-from itertools import compress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from common.distributed import is_rank0
-from common.evaluation.accuracy import Interval
-from common.evaluation.records import BASELINES
 from common.evaluation.results import Results
 from common.evaluation.runs import folder_of_run
 from common.record.run_folder import METRICS, short_path
 from common.record.terminal import NOT_MEASURED, folded, format_cell, grid, line_width
-from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.figures import (
     accuracies_of,
     held_out,
-    main_reward,
     reward_functions,
     summary_figures,
 )
@@ -84,19 +78,15 @@ def number_cell(value: float | None, digits: int, *, scale: float = 1) -> str:
     return NOT_MEASURED if value is None else f"{scale * value:.{digits}f}"
 
 
-def terminal_text(results: Results, verbose: bool) -> str:
-    """The systems' table and its conclusions; if verbose the other tables of the report too.
+def terminal_text(results: Results) -> str:
+    """The systems' table and its conclusions.
 
     No line is longer than the terminal's: a wider table becomes several.
     """
-    shown: list[Any] = [systems_table(results)]
-    if verbose and results.comparison:
-        shown += [section.blocks[0] for section in tables.comparison_sections(results.comparison)]
-    if verbose:
-        shown += tables.generation_tables(results)
-    keys = [[*numeric(table), True].index(True) for table in shown]  # columns of names
-    texts = [stacked_tables(t.headers, t.rows, n) for t, n in zip(shown, keys, strict=True)]
-    return "\n\n".join([texts[0], folded(conclusions(results), line_width()), *texts[1:]])
+    table = systems_table(results)
+    num_keys = [*numeric(table), True].index(True)  # columns of names
+    text = stacked_tables(table.headers, table.rows, num_keys)
+    return f"{text}\n\n{folded(conclusions(results), line_width())}"
 
 
 def stacked_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int) -> str:
@@ -123,17 +113,8 @@ def stacked_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], num_ke
 
 
 def conclusions(results: Results) -> str:
-    """The best systems by accuracy and reward, and win rates against the first policy, in words."""
-    lines = [f"{held_out(results).capitalize()}; intervals are 95%."]
-    accuracies = accuracies_of(results.systems)
-    title, rewards = main_reward(results.systems)
-    accuracy = highest(accuracies, 100, 1)
-    best = [
-        f"Accuracy is highest for {accuracy}%{best_baseline(results)}.",
-        f"{title} is highest for {highest(rewards, 1, 3)}.",
-    ]
-    several = [sum(map(bool, values.values())) > 1 for values in (accuracies, rewards)]
-    lines.append(" ".join(compress(best, several)))
+    """The held-out rows, and win rates against the first policy, in words."""
+    line = f"{held_out(results).capitalize()}; intervals are 95%."
     rates = results.win_rates
     judges = list(dict.fromkeys(rate.judge for rate in rates))
     judge = "gold" if "gold" in judges else next(iter(judges[::-1]), None)  # a judge function's
@@ -143,53 +124,8 @@ def conclusions(results: Results) -> str:
         for rate in rates
         if rate.judge == judge and rate.b == baseline
     ]
-    if wins:
-        lines.append(f"Win rate % against {baseline}, judged by {judge}: {', '.join(wins)}.")
-    return "\n".join(filter(None, lines))
-
-
-def best_baseline(results: Results) -> str:
-    """The accuracy of the best baseline, in brackets; "" without pairs."""
-    scores = results.comparison.systems if results.comparison else ()
-    accuracies = {s.name: s.accuracy.interval for s in scores if s.name in BASELINES}
-    return f" (best baseline: {highest(accuracies, 100, 1)}%)" if accuracies else ""
-
-
-def highest(intervals: Mapping[str, Interval | None], scale: float, digits: int) -> str:
-    """The system with the highest value, or those that share it, and the value."""
-    values = {name: interval.mean for name, interval in intervals.items() if interval}
-    most = max(values.values(), default=0.0)
-    names = [name for name, value in values.items() if value == most]
-    return f"{' and '.join(names)}, {scale * most:.{digits}f}"
-
-
-def system_numbers(results: Results) -> dict[str, float]:
-    """The systems' measurements without intervals, by `<system>/<name>`."""
-    numbers = {}
-    for system in results.systems:
-        generations = vars(system.generations) if system.generations else {}
-        accuracy = {"accuracy": system.accuracy.interval} if system.accuracy else {}
-        for name, value in {**system.rewards, **vars(system), **generations, **accuracy}.items():
-            if isinstance(value, Interval):
-                value = value.mean
-            if isinstance(value, int | float):
-                numbers[f"{system.name}/{name}"] = float(value)
-        for judge, rates in system.pass_rates.items():
-            for name, rate in rates.items():
-                if rate:
-                    numbers[f"{system.name}/{judge}/{name}"] = rate.mean
-    return numbers
-
-
-def log_systems(results: Results, config: Any) -> None:
-    """Give the systems to what `report_to` names: the table, and what it holds as numbers.
-
-    The names in wandb's summary are `<system>/<what>`: `dpo/accuracy`, `dpo/kl`.
-    """
-    if is_rank0():
-        table, tracker = systems_table(results), Tracker(config)
-        tracker.call("log_table", name="systems", columns=table.headers, rows=table.rows)
-        tracker.call("finish", summary=system_numbers(results))
+    won = f"Win rate % against {baseline}, judged by {judge}: {', '.join(wins)}."
+    return f"{line}\n{won}" if wins else line
 
 
 def write_report(results: Results, output_dir: str | Path) -> list[Path]:

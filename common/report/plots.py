@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from common.distributed import is_rank0
-from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, ends_of, is_defined, recorded
+from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, ends_of, recorded
 from common.record.run_folder import read_metrics
 
 Records = Sequence[Mapping[str, Any]]
@@ -146,7 +146,7 @@ def recorded_line(records: Records, name: str) -> Line:
 
 
 def curve_panels(records: Records) -> list[Panel]:
-    """The panels of `PANELS` with recorded metrics, and one per metric outside the glossary."""
+    """The panels of `PANELS` with recorded metrics."""
     rewards = recorded(records, (FUNCTION_PREFIX,))
     functions = [name.removeprefix(FUNCTION_PREFIX) for name in rewards]
     panels = []
@@ -156,9 +156,7 @@ def curve_panels(records: Records) -> list[Panel]:
             lines = [recorded_line(records, name) for name in metrics]
             full_title = title.replace(FUNCTION, function[:LONGEST_NAME])
             panels += [Panel(full_title, unit, lines)] if lines else []
-    present = sorted({name for record in records for name in record} - {"step"})
-    undefined = [name for name in present if not is_defined(name)]
-    return panels + [Panel(name, "value", [recorded_line(records, name)]) for name in undefined]
+    return panels
 
 
 def draw_panel(axes: Any, panel: Panel, colours: Sequence[str] = COLOURS) -> None:
@@ -185,16 +183,6 @@ def draw_panel(axes: Any, panel: Panel, colours: Sequence[str] = COLOURS) -> Non
     axes.ticklabel_format(axis="y", useOffset=False)
 
 
-def draw_legend(axes: Any) -> None:
-    """A legend above what is drawn, for which the axis is made longer."""
-    labels = axes.get_legend_handles_labels()[1]
-    num_columns = 2 if max(map(len, labels)) < 20 else 1
-    share = 0.05 + 0.13 * math.ceil(len(labels) / num_columns)  # of the height
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high + (high - low) * share / (1 - share))
-    axes.legend(loc="upper left", ncols=num_columns)
-
-
 def plot_run(output_dir: str | Path) -> list[Path]:
     """Draw `output_dir/plots/curves.png`: one panel per group of metrics the run recorded.
 
@@ -218,5 +206,5 @@ def plot_run(output_dir: str | Path) -> list[Path]:
             axes = figure.add_subplot(num_rows, num_columns, number)
             draw_panel(axes, panel, colours)
             if len(panel.lines) > 1:
-                draw_legend(axes)
+                axes.legend()
         return [save(figure, output_dir / "plots" / "curves.png", by_panel=True)]
