@@ -97,6 +97,10 @@ WORKED = [
         [math.log(1 + math.exp(-0.375)), math.log(1 + math.exp(0.375))],
     ),
     (
+        {"loss_type": "sigmoid_norm", "label_smoothing": 0.1, **LENGTHS},
+        [math.log(1 + math.exp(-0.375)) + 0.0375, math.log(1 + math.exp(0.375)) - 0.0375],
+    ),
+    (
         {"loss_type": "robust", "label_smoothing": 0.1},
         [
             (0.9 * SOFTPLUS_MINUS_1 - 0.1 * SOFTPLUS_1) / 0.8,

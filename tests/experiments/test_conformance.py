@@ -1,7 +1,9 @@
 """Claim: this project computes the golden cases, and each recorded difference has its reason.
 
-The other libraries are not needed: `make conformance` runs them.
+TRL computes what is recorded too; the other libraries are not needed: `make conformance` runs them.
 """
+
+import importlib
 
 import pytest
 
@@ -16,6 +18,14 @@ HEADS, *ROWS = RECORD = studies.cells(studies.printed("conformance/printed.md"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_value_and_gradient_are_the_golden_ones(case: dict):
     assert verdict(case, OurCase) == "agrees"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_trl_computes_what_is_recorded(row: list[str]):
+    pytest.importorskip("trl")
+    trl_case = importlib.import_module("experiments.evidence.conformance.trl_case")
+    (case,) = (case for case in CASES if case["name"] == row[0])
+    assert verdict(case, trl_case.TrlCase) == row[HEADS.index("TRL")]
 
 
 def test_the_record_is_of_these_cases_and_each_difference_has_a_reason():

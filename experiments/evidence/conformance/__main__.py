@@ -34,7 +34,8 @@ def unexplained(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def main() -> None:
     """Print the table and the versions; exit with 1 where a difference has no reason."""
-    import_module("experiments.evidence.conformance.peers")
+    for name in ("trl_case", "peers"):
+        import_module(f"experiments.evidence.conformance.{name}")
     libraries = Case.__subclasses__()
     rows = table(libraries)
     versions = [f"{each.library} {metadata.version(each.library)}" for each in libraries[1:]]

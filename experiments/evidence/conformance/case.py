@@ -76,6 +76,18 @@ def verdict(case: dict[str, Any], library: type[Case]) -> str:
     call = case["calls"].get(library.library, "absent")
     if isinstance(call, str):
         return call
+    value, gradient = compute(case, library)
+    differences = {"differs": value - tensor("value", case["value"])}
+    if gradient is not None:
+        differences["gradient differs"] = gradient - tensor("gradient", case["gradient"])
+    for name, difference in differences.items():
+        if not difference.abs().max() <= TOLERANCE:  # nor is NaN
+            return f"{name} by {max(difference.flatten().tolist(), key=abs):.2g}"
+    return "agrees"
+
+
+def compute(case: dict[str, Any], library: type[Case]) -> tuple[Tensor, Tensor | None]:
+    """Value by a library, and its gradient in the first input where the case has one."""
     inputs = {n.replace("probs", "logps"): tensor(n, given) for n, given in case["inputs"].items()}
     variable = next(iter(inputs.values())).requires_grad_()
     sizes = case.get("micro_batches", [len(variable)])
@@ -83,15 +95,8 @@ def verdict(case: dict[str, Any], library: type[Case]) -> str:
     value = torch.zeros(())
     for parts in zip(*(given.split(sizes) for given in inputs.values()), strict=True):
         micro_batch = library(**dict(zip(inputs, parts, strict=True)), **step)
-        value = value + getattr(micro_batch, case["family"])(**call)
-    differences = {"differs": value - tensor("value", case["value"])}
-    if "gradient" in case:
-        (gradient,) = torch.autograd.grad(value, variable)
-        differences["gradient differs"] = gradient - tensor("gradient", case["gradient"])
-    for name, difference in differences.items():
-        if not difference.abs().max() <= TOLERANCE:  # nor is NaN
-            return f"{name} by {max(difference.flatten().tolist(), key=abs):.2g}"
-    return "agrees"
+        value = value + getattr(micro_batch, case["family"])(**case["calls"][library.library])
+    return value, torch.autograd.grad(value, variable)[0] if "gradient" in case else None
 
 
 def tensor(name: str, given: Any) -> Tensor:

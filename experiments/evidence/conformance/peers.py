@@ -1,7 +1,7 @@
 """The other libraries' functions.
 
-TRL's are methods of its trainers, on a stand-in for the trainer. verl and OpenRLHF are imported
-with mocks of packages that their formulas do not use.
+TRL's are in `trl_case.py`. verl and OpenRLHF are imported with mocks of packages that their
+formulas do not use.
 """
 
 import sys
@@ -15,8 +15,6 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 from torchrl.objectives.llm import grpo
-from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
-from trl.experimental import cpo
 
 from experiments.evidence.conformance.case import Case
 
@@ -33,81 +31,6 @@ compute_approx_kl = import_module("openrlhf.models.utils").compute_approx_kl
 dpo = import_module("openrlhf.trainer.dpo_trainer")
 counts_of_step = import_module("openrlhf.utils.loss_utils")._optimizer_step_loss_norm
 Maker = import_module("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
-
-DPO = {"loss_weights": [1.0], "f_divergence_type": "reverse_kl", "label_smoothing": 0.0}
-GRPO = {"epsilon_low": 0.2, "epsilon_high": 0.2, "top_entropy_quantile": 1.0, "beta": 0.0}
-GRPO |= {"importance_sampling_level": "token", "loss_type": "dapo"}
-ROLLOUT = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
-ROLLOUT |= {"reward_weights": torch.ones(1), "reward_func_names": ["given"], "beta": 0.0}
-ROLLOUT |= {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "num_iterations": 1}
-ROLLOUT |= {"_pending_extra_logs": {}, "_pending_metrics": {}}
-
-
-class TrlCase(Case):
-    """A case as TRL computes it; it is also the trainer that TRL's methods are called on."""
-
-    library = "TRL"
-
-    def train(self, logps: Tensor, mask: Tensor, **settings: Any) -> MagicMock:
-        """A model with log-probs (B, C); its trainer gets the settings and is in one process."""
-        zeros = torch.zeros_like(logps)
-        outputs = SimpleNamespace(log_probs=logps.masked_fill(~mask, 0), label_mask=mask)
-        outputs.entropy, outputs.mean_logits, outputs.is_top1 = zeros, zeros, mask
-        self.model = MagicMock(return_value=outputs, is_gradient_checkpointing=False)
-        self._get_per_token_logps_and_entropies = MagicMock(return_value=(logps, zeros, None))
-        process = MagicMock(num_processes=1, process_index=0, parallelism_config=None, device="cpu")
-        process.gather = process.gather_for_metrics = torch.clone
-        logs = {"_metrics": MagicMock(), "_logs": MagicMock(), "_total_train_tokens": 0}
-        vars(self).update(settings, args=self, accelerator=process, _tp_size=1, **logs)
-        return self.model
-
-    def inputs(self) -> dict[str, Tensor]:
-        mask = torch.nn.functional.pad(self.mask.long(), (1, 0))  # behind a prompt of one token
-        return dict.fromkeys(("input_ids", "attention_mask", "completion_mask"), mask)
-
-    def sft(self) -> Tensor:
-        model = self.train(self.logps, self.mask, loss_type="nll")
-        return SFTTrainer.compute_loss(self, model, self.inputs(), False, self.step_mask.sum())
-
-    def bradley_terry(self, margin: float = 0.0, centering: float = 0.0) -> Tensor:
-        rewards = self.rewards[:, None]
-        model = self.train(rewards, rewards.isfinite(), center_rewards_coefficient=centering)
-        model.return_value.logits = rewards
-        inputs = {"attention_mask": torch.ones_like(rewards), "margin": margin}
-        return RewardTrainer.compute_loss(self, model, inputs)
-
-    def preference(self, **settings: Any) -> Tensor:
-        self.ref_model = self.train(self.ref_logps, self.mask)
-        model = self.train(self.logps, self.mask, **DPO | settings)
-        if "simpo_gamma" in settings:  # of CPO's loss
-            means = (self.logps * self.mask).sum(1) / self.mask.sum(1)
-            return cpo.CPOTrainer.cpo_loss(self, *means.chunk(2))[0].mean()
-        return DPOTrainer._compute_loss(self, model, self.inputs(), False)
-
-    def kl(self, **settings: Any) -> Tensor:
-        self.advantages = torch.zeros_like(self.logps)  # the KL term is all there is
-        return self.policy(beta=1.0, **settings)
-
-    def policy(self, num_items_in_batch: int | None = None, **settings: Any) -> Tensor:
-        steps = {"current_gradient_accumulation_steps": self.num_micro_batches}
-        steps["steps_per_generation"] = self.num_micro_batches
-        model = self.train(self.logps, self.mask, **GRPO | steps | settings)
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        inputs = dict.fromkeys(names, self.mask.long()) | {"advantages": self.advantages}
-        inputs |= {"old_per_token_logps": self.old_logps, "ref_per_token_logps": self.ref_logps}
-        inputs["num_items_in_batch"] = torch.as_tensor(num_items_in_batch or self.step_mask.sum())
-        return GRPOTrainer._compute_loss(self, model, inputs)
-
-    def group_advantages(self, is_rloo: bool = False, **settings: Any) -> Tensor:
-        rewards = self.rewards.float().reshape(-1, 1)  # completions of one token
-        self.train(rewards, rewards.isfinite(), **ROLLOUT | settings)
-        self.num_generations, self._tokenizer = self.rewards.shape[1], MagicMock(pad_token_id=0)
-        ids, texts = [[1]] * len(rewards), ["a"] * len(rewards)
-        generated = (ids, ids, texts) if is_rloo else (ids, ids, None, texts, None, {}, None, None)
-        self._generate = MagicMock(return_value=generated)
-        self._calculate_rewards = MagicMock(return_value=rewards)
-        score = (RLOOTrainer if is_rloo else GRPOTrainer)._generate_and_score_completions
-        return score(self, [{"prompt": "p"}] * len(rewards))["advantages"].view_as(self.rewards)
 
 
 class VerlCase(Case):
