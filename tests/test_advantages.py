@@ -382,18 +382,6 @@ def test_choice_does_not_depend_on_where_the_prompt_is(method: str):
     assert not torch.equal(advantages.rejection_sample(rewards, seed=seeds + 1, **options), whole)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the GPU with the CPU")
-@pytest.mark.parametrize("method", advantages.REJECTION_METHODS)
-def test_gpu_keeps_the_same_candidates(method: str):
-    rewards = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
-    seeds = torch.arange(12)
-    options = {"num_keep": 5, "temperature": 1.0, "method": method}
-    for seed in (seeds, 7):
-        on_gpu = advantages.rejection_sample(rewards.cuda(), seed=seed, **options)
-        on_cpu = advantages.rejection_sample(rewards, seed=seed, **options)
-        assert torch.equal(on_gpu.cpu(), on_cpu)
-
-
 @settings(max_examples=100, deadline=None)
 @given(rewards=st.lists(st.integers(-5, 5), min_size=7, max_size=7), num_keep=st.integers(1, 7))
 def test_max_variance_against_every_subset(rewards: list[int], num_keep: int):
@@ -421,12 +409,7 @@ def test_unusable_options_are_refused_with_the_values_allowed():
     refusals = [
         (lambda: sample(method="best"), "'best'.*rso, gumbel, max_variance"),
         (lambda: sample(num_keep=5), "num_keep is 5.*between 1 and 4"),
-        (lambda: sample(num_keep=0), "num_keep is 0"),
         (lambda: sample(temperature=0.0), "temperature is 0.0"),
-        (
-            lambda: advantages.group_advantages(REWARDS, scale="std"),
-            "'std'.*group, batch, none, mean",
-        ),
         (lambda: advantages.group_advantages(REWARDS, baseline="min"), "'min'.*leave_one_out"),
         (lambda: advantages.group_advantages(REWARDS[:, :1]), "num_generations is 1"),
     ]

@@ -1,8 +1,8 @@
 """Claim: every loss is the formula it cites, in value, gradient and direction.
 
-Targets are enumerations of small distributions, numbers worked by hand, gradients derived on paper,
-and TRL's formulas written out where TRL says something else. No loss depends on what stands under
-its mask, nor on how the optimiser step is cut into micro-batches.
+Targets are enumerations of small distributions, numbers worked by hand and gradients derived on
+paper; `test_conformance.py` has golden cases of each. No loss depends on what stands under its
+mask, nor on how the optimiser step is cut into micro-batches.
 """
 
 import functools
@@ -83,54 +83,6 @@ def test_centering_penalty_by_hand_pulls_both_rewards_alike():
 LOGPS = tuple(
     torch.tensor(values) for values in ([-10.0, -8.0], [-14.0, -6.0], [-11.0, -7.0], [-13.0, -7.0])
 )
-LENGTHS = {"chosen_lengths": torch.tensor([2, 4]), "rejected_lengths": torch.tensor([4, 2])}
-# Per token: pair 0: (-5 + 3.5) - (-5.5 + 3.25) = 0.75; pair 1: (-2 + 3) - (-1.75 + 3.5) = -0.75.
-WORKED = [
-    ({"loss_type": "sigmoid"}, [SOFTPLUS_MINUS_1, SOFTPLUS_1]),
-    (
-        {"loss_type": "sigmoid", "label_smoothing": 0.1},
-        [0.9 * SOFTPLUS_MINUS_1 + 0.1 * SOFTPLUS_1, 0.9 * SOFTPLUS_1 + 0.1 * SOFTPLUS_MINUS_1],
-    ),
-    # beta times the 0.75 and -0.75 per token: 0.375 and -0.375
-    (
-        {"loss_type": "sigmoid_norm", **LENGTHS},
-        [math.log(1 + math.exp(-0.375)), math.log(1 + math.exp(0.375))],
-    ),
-    (
-        {"loss_type": "sigmoid_norm", "label_smoothing": 0.1, **LENGTHS},
-        [math.log(1 + math.exp(-0.375)) + 0.0375, math.log(1 + math.exp(0.375)) - 0.0375],
-    ),
-    (
-        {"loss_type": "robust", "label_smoothing": 0.1},
-        [
-            (0.9 * SOFTPLUS_MINUS_1 - 0.1 * SOFTPLUS_1) / 0.8,
-            (0.9 * SOFTPLUS_1 - 0.1 * SOFTPLUS_MINUS_1) / 0.8,
-        ],
-    ),
-    ({"loss_type": "robust"}, [SOFTPLUS_MINUS_1, SOFTPLUS_1]),
-    ({"loss_type": "ipo"}, [1.0, 9.0]),  # (2 - 1)^2, (-2 - 1)^2
-    ({"loss_type": "ipo_mean", **LENGTHS}, [0.0625, 3.0625]),  # (0.75 - 1)^2, (-0.75 - 1)^2
-    ({"loss_type": "hinge"}, [0.0, 2.0]),
-    ({"loss_type": "hinge", "beta": 1.0}, [0.0, 3.0]),  # flat beyond its margin
-    # 0.5 (-5 + 3.5) - 0.25 = -1; 0.5 (-2 + 3) - 0.25 = 0.25
-    (
-        {"loss_type": "simpo", "gamma": 0.25, **LENGTHS},
-        [SOFTPLUS_1, math.log(1 + math.exp(-0.25))],
-    ),
-]
-
-
-@pytest.mark.parametrize(("options", "expected"), WORKED)
-def test_preference_losses_by_hand(options: dict, expected: list[float]):
-    close(losses.preference_loss(*LOGPS, **{"beta": 0.5, **options}), expected)
-
-
-def test_dpo_gradient_raises_the_chosen_and_lowers_the_rejected():
-    chosen, rejected = LOGPS[0].clone().requires_grad_(), LOGPS[1].clone().requires_grad_()
-    losses.preference_loss(chosen, rejected, *LOGPS[2:], beta=0.5).sum().backward()
-    weight = torch.tensor([1 / (1 + math.e), 1 / (1 + 1 / math.e)])  # sigma(-beta D)
-    close(chosen.grad, -0.5 * weight)
-    close(rejected.grad, 0.5 * weight)
 
 
 @pytest.mark.parametrize("flip_rate", [0.05, 0.3, 0.45])
@@ -251,15 +203,7 @@ def test_kl_estimators_over_all_sequences_of_two_tokens(estimator: str):
         assert (per_token >= 0).all()
 
 
-def test_kl_values_by_hand():
-    logps, ref = torch.tensor([[math.log(0.5)]]), torch.tensor([[math.log(0.25)]])
-    close(losses.kl_estimate(logps, ref, estimator="k1"), [[LN2]])
-    close(losses.kl_estimate(logps, ref, estimator="k2"), [[LN2**2 / 2]])
-    close(losses.kl_estimate(logps, ref, estimator="k3"), [[0.5 + LN2 - 1]])
-    close(losses.kl_estimate(logps, ref), [[0.5 + LN2 - 1]])  # the default
-    for estimator in losses.KL_ESTIMATORS:
-        assert losses.kl_estimate(logps, logps, estimator=estimator).item() == 0
-    # k3 keeps its digits near zero.
+def test_k3_keeps_its_digits_near_zero():
     logps = torch.tensor([[-2.0]])
     for difference in (2.0**-10, -(2.0**-10), 2.0**-12):  # exact in float32 beside 2
         estimate = losses.kl_estimate(logps, logps + difference).item()
@@ -559,36 +503,6 @@ def test_nothing_under_the_mask_reaches_value_or_gradient():
 
 # ---- aggregation ---------------------------------------------------------------------------------
 
-# Lengths 3, 1, 2, 4; sums 6, 4, 12, 8; what is masked would poison any sum.
-PER_TOKEN = torch.tensor(
-    [
-        [1.0, 2.0, 3.0, torch.nan],
-        [4.0, torch.inf, torch.nan, 9.0],
-        [5.0, 7.0, -torch.inf, 9.0],
-        [2.0, 2.0, 2.0, 2.0],
-    ]
-)
-MASK = torch.arange(4) < torch.tensor([3, 1, 2, 4])[:, None]
-AGGREGATED = [
-    ("grpo", {}, (2 + 4 + 6 + 2) / 4),
-    ("token", {}, 30 / 10),
-    ("constant", {"max_length": 5}, 30 / (4 * 5)),
-    ("constant", {}, 30 / (4 * 4)),
-    (
-        "prompt",
-        {"num_tokens": torch.tensor([4, 4, 6, 6]), "num_prompts": 2},
-        (10 / 4 + 20 / 6) / 2,
-    ),
-    ("prompt", {}, 30 / 10),
-    ("prompt", {"num_generations": 2}, (10 / 4 + 20 / 6) / 2),
-    ("prompt", {"num_tokens": MASK.sum(1), "num_prompts": 4}, (2 + 4 + 6 + 2) / 4),
-]
-
-
-@pytest.mark.parametrize(("aggregation", "options", "expected"), AGGREGATED)
-def test_aggregation_by_hand(aggregation: str, options: dict, expected: float):
-    close(losses.aggregate(PER_TOKEN, MASK, aggregation=aggregation, **options), expected)
-
 
 @settings(max_examples=60, deadline=None)
 @given(
@@ -612,6 +526,8 @@ def test_micro_batches_add_up_under_global_denominators(
         )
         / 2,
     }
+    alone = losses.aggregate(values, mask, aggregation="prompt", num_generations=4)
+    close(alone, whole["prompt"], 1e-12)
     bounds = [0, *sorted(cuts), 8]
     for aggregation, expected in whole.items():
         total = torch.zeros((), dtype=torch.float64)
@@ -664,18 +580,8 @@ def test_unusable_options_are_refused_with_the_values_allowed():
     refusals = [
         (lambda: preference(loss_type="dpo"), "'dpo'.*sigmoid"),
         (lambda: preference(label_smoothing=0.5), "0.5 but must lie"),
-        (
-            lambda: preference(loss_type="ipo", label_smoothing=0.1),
-            "ipo has no setting 'label_smoothing'; its settings are beta",
-        ),
         (lambda: losses.kl_estimate(logps, logps, estimator="k4"), "'k4'.*k1, k2, k3"),
         (lambda: policy(ratio_level="word"), "'word'.*token, sequence"),
-        (lambda: policy(delta=1.1), "delta is 1.1.*1 \\+ epsilon_high = 1.2"),
-        (
-            lambda: PolicyObjective.find(["cispo"], delta=3.0),
-            "cispo has no setting 'delta'; its settings are epsilon_high, ratio_level",
-        ),
-        (lambda: PolicyObjective.find(["ppo"]), "'ppo'.*cispo, clip, dppo, .*gspo, .*sapo"),
         (
             lambda: sampler_weights(logps, logps, logps, mask, correction="tis", cap=2.0),
             "'tis'.*token_truncate",
