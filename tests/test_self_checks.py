@@ -144,24 +144,6 @@ def test_what_is_wrong_is_refused_under_the_rounding_of_bfloat16(family, layout,
     self_checks.only_tokens_matter(policy, replace(config, self_check=False))
 
 
-@pytest.mark.parametrize(
-    ("base", "make", "family", "mask"),
-    [
-        # As by a classifier that takes padding on the right for the end of the text
-        (RewardModel, tiny.classifier, "llama", "attention_mask"),
-        (Policy, tiny.causal_lm, "gpt2", "completion_mask"),
-    ],
-)
-def test_a_model_that_reads_or_counts_padding_is_refused(base, make, family, mask):
-    class AllColumns(base):
-        def forward(self, batch: PaddedBatch, **options: Any) -> Any:
-            setattr(batch, mask, torch.ones_like(getattr(batch, mask)))
-            return super().forward(batch, **options)
-
-    with refused("padding", kind=UserError):
-        checked(AllColumns(make(family)), layout="padded")
-
-
 def test_a_frozen_model_whose_states_read_the_padding_is_refused():
     """As a reference or a system to evaluate, which no training step would look at."""
     shape = {"attention_window_size": 16, "lru_width": 32, "head_dim": 8, "num_hidden_layers": 3}
@@ -290,14 +272,6 @@ def test_dpo_starts_at_ln_2_with_the_policy_s_own_weights_only(family):
     for wrong in (other, policy.flip(-1)):  # another model, swapped columns
         with refused("ln 2", "policy and reference differ"):
             self_checks.dpo_starts_at_ln_2(policy, wrong)
-
-
-def test_dropout_in_the_policy_is_refused():
-    policy = Policy(tiny.causal_lm("gpt2", resid_pdrop=0.5).train())
-    torch.manual_seed(0)
-    logps = [pair_logps(model) for model in (policy, Policy(tiny.causal_lm("gpt2")))]
-    with refused("ln 2"):
-        self_checks.dpo_starts_at_ln_2(*logps)
 
 
 def first_rollout(

@@ -37,7 +37,6 @@ from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups, SelectedCandidates, select
 from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.model import lora
-from common.objectives.policy import gspo, sampler_weights
 from common.padding import MAKERS
 from common.record.metrics import Accumulator
 from common.rewards import functions
@@ -531,6 +530,10 @@ WITH_THE_SAMPLER: list[tuple[dict[str, Any], Any]] = [
         behind("geometric_mask", "low=0.7"),
         lambda pi, mu, a, gap: -a * pi * bool(math.log(0.7) <= -gap <= math.log(2)),
     ),
+    (
+        behind("sampler_weights", "cap=1.7"),
+        lambda pi, mu, a, gap: -a * pi * (pi - mu).exp().clamp(max=1.7).detach(),
+    ),
 ]
 
 
@@ -819,32 +822,6 @@ def test_only_a_kl_needs_a_reference(base: Path, beta: float):
     assert ("kl" in untimed_lines(base / f"beta {beta}")[0]) == (beta > 0)
 
 
-def test_sampler_weights_multiply_the_policy_term(base: Path):
-    """Weights of 0 leave no gradient without a KL; the objective has the flags as they are."""
-    flags: dict[str, Any] = {
-        "policy_objective": ["gspo", "sampler_weights"],
-        "epsilon_low": 0.1,
-        "objective_args": ["delta=1.5", "correction=token_mask", "cap=1.7", "floor=0.2"],
-        "beta": 0.0,
-        "max_steps": 1,
-    }
-
-    def no_weights(loss: Tensor, **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return loss * 0, {"sampler_weight": torch.zeros_like(loss)}
-
-    weights = {"autospec": True, "side_effect": no_weights}
-    with (
-        mock.patch.object(sampler_weights, "sampler_weights", **weights) as zeros,
-        mock.patch.object(gspo, "gspo", autospec=True, side_effect=gspo.gspo) as objective,
-    ):
-        (line,) = run_here(base, "weightless", **flags)
-    assert line["grad_norm"] == line["loss"] == 0
-    settings = {"correction": "token_mask", "cap": 1.7, "floor": 0.2}
-    assert settings.items() <= zeros.call_args.kwargs.items()
-    settings = {"epsilon_low": 0.1, "epsilon_high": 4e-4, "delta": 1.5}
-    assert settings.items() <= objective.call_args.kwargs.items()
-
-
 def test_minibatches_of_a_single_pass_are_weighed_against_the_policy_that_sampled(base: Path):
     """The second meets a policy that the first has moved: its old log-probs have to be kept."""
     bounds = {"epsilon_low": 1e-3, "epsilon_high": 1e-3}
@@ -880,12 +857,11 @@ def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", [{"ref_mixup_alpha": 0.5}, {"lora_r": 2}], ids=["full", "lora"])
-def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(
-    base: Path, num_ranks: int, kind: dict[str, Any]
-):
-    flags = {"ref_update_steps": 1, "save_steps": 2, "beta": 0.5, **EVALUATED, **kind}
-    folder = base / f"resume_{num_ranks}_{next(iter(kind))}"
+def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(base: Path, num_ranks: int):
+    """`test_lora.py` has it of adapters."""
+    flags = {"ref_update_steps": 1, "ref_mixup_alpha": 0.5, "save_steps": 2, "beta": 0.5}
+    flags |= EVALUATED
+    folder = base / f"resume_{num_ranks}"
     whole = grpo_job(base, folder / "whole", **flags)
     saved = layout.folder_of(folder / "whole", 2)
     resumed = grpo_job(base, folder / "again", **flags, resume_from_checkpoint=str(saved))
@@ -943,20 +919,6 @@ def test_a_reference_that_was_just_replaced_is_the_policy(base: Path, kind: dict
 # ---- refusals ------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
-    ({"objective_args": ["delta=two"]}, ["delta=two", "must be float"]),
-    (
-        {"objective_args": ["delta=2"], "policy_objective": ["cispo"]},
-        ["cispo has no setting 'delta'", "epsilon_high, ratio_level"],
-    ),
-    (
-        {"epsilon_low": 0.1, "policy_objective": ["sapo"]},
-        ["sapo has no setting 'epsilon_low'", "tau_pos, tau_neg, ratio_level"],
-    ),
-    ({"policy_objective": ["ppo"]}, ["'ppo'", "clip", "cispo"]),
-    (
-        {"policy_objective": ["dppo", "sampler_weights"]},
-        ["dppo sampler_weights has a ratio to the sampler, and weights by that ratio"],
-    ),
     ({"scale_rewards": "mean"}, ["--missing_eos_penalty is -1", "at least 0"]),
     (
         {"scale_rewards": "mean", "missing_eos_penalty": 0.0, "overlong_buffer": 2},

@@ -625,18 +625,6 @@ def refused_layout(module: nn.Module) -> None:
     self_checks.only_tokens_matter(module, tiny.train_config(**LENGTHS, layout="padded"))
 
 
-@pytest.mark.parametrize("small", [1.0, 1e-3])
-def test_a_cap_is_refused_however_small_the_logits_are(small):
-    """No score shows a cap yet, and training would leave it out as the logits grow."""
-    lm = tiny.causal_lm("llama")
-    with torch.no_grad():
-        lm.lm_head.weight *= small
-    self_checks.only_tokens_matter(Policy(lm), CONFIG)
-    tiny.cap_logits(lm)
-    with refused("LlamaForCausalLM"):
-        self_checks.only_tokens_matter(Policy(lm), CONFIG)
-
-
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("broken", ["position_ids", "predictors", "last", "layout"])
 def test_layouts_agree_refuses_a_wrong_row(family, broken, monkeypatch):
