@@ -5,6 +5,7 @@
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 13 minutes)
 # make quality   the demo's chain by TRL and by the scripts: minutes, and how good it is (2 GB)
 # make conformance   every objective against TRL, verl, OpenRLHF and torchrl, on golden cases (2 GB)
+# make models   which models are right: every decoder of transformers; MODELS="qwen3 opt" some
 # make replicate RECIPE=tldr-gpt2   a recipe for several seeds, beside what others have published
 # make sweep   what each detail of the papers matters on the embedded task, over seeds
 # make sweep SWEEP=assets/recipes/iterative/demo.yaml   iterative DPO beside GRPO, over seeds
@@ -32,6 +33,7 @@ THREADS ?= 1
 RECIPE ?= demo
 SWEEP ?= assets/recipes/ablations/demo.yaml
 FLAGS ?=
+MODELS ?=
 PARTS ?=
 # TRL is in an environment of its own: the project does not need it.
 BENCH_VENV := .venv-bench
@@ -45,7 +47,7 @@ DEMO := assets/recipes/demo
 RUN = exec env OMP_NUM_THREADS=$(THREADS)
 LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo overoptimization replicate results sweep test tolerances test-vllm bench quality conformance setup clean
+.PHONY: demo overoptimization replicate results sweep test tolerances models test-vllm bench quality conformance setup clean
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
@@ -66,6 +68,9 @@ test: setup
 
 tolerances: setup
 	$(RUN) $(BIN)/python -m tests.tolerances --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+models: setup
+	$(RUN) $(BIN)/python -m experiments.models $(MODELS) $(FLAGS)
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest tests/sampling/test_vllm.py

@@ -1,0 +1,287 @@
+"""What one model does in every stage's functions, compared with plain transformers.
+
+Plain transformers computes each text alone, in one row without padding. A cell is `right` with the
+largest difference from it, `refused` with the sentence, `wrong`, or a `traceback`.
+
+    torchrun --nproc_per_node 2 -m experiments.models.cells FOLDER_OR_TYPE
+"""
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from common import data, distributed, scoring, self_checks
+from common.checkpoint import export
+from common.config.stages import SFTConfig
+from common.data import Example
+from common.errors import UserError
+from common.forward import Policy, ReferenceStates, RewardModel
+from common.losses import sft_loss
+from common.model import fsdp, load, optim, rollout_copy
+from common.model.projection import Head
+from common.sampling.sampler import Sampler
+from experiments.models import shrink
+
+RIGHT = 1e-3  # nats per token, or of a reward: rounding of float32, as the self-checks allow
+# Tokens of the longest prompt and completion; the windows of tiny models have 32
+LENGTHS = {"shared_prefix": (24, 8), "padded": (64, 12)}
+MOVED = 0.05  # share by which a policy's weights differ from its reference's
+
+
+class Subject:
+    """A model's folder in one layout: the product's policies, plain transformers' and texts."""
+
+    def __init__(self, folder: str, layout: str, scratch: str) -> None:
+        """Draw three prompts of different lengths with two completions each."""
+        self.folder, self.scratch = folder, Path(scratch)
+        longest, most = LENGTHS[layout]
+        self.flags: dict[str, Any] = {"model_name_or_path": folder, "layout": layout}
+        self.flags |= {"max_prompt_length": longest, "max_completion_length": most}
+        self.flags |= {"output_dir": str(self.scratch / "run"), "learning_rate": 1e-3}
+        self.vocabulary = load.load_vocabulary(SFTConfig(**self.flags))
+        self.mesh = distributed.mesh(1)
+        generator, num_ids = torch.Generator().manual_seed(0), len(self.vocabulary.tokenizer)
+
+        def ids(number: int, *stop: int) -> list[int]:
+            return [*torch.randint(2, num_ids, (number,), generator=generator).tolist(), *stop]
+
+        stop = self.vocabulary.stop_ids[0]
+        lengths = [(longest, 7, 5), (3, most - 1, 2), (11, 4, 6)]
+        self.pairs = [
+            Example(row, "", ids(prompt), [ids(first, stop), ids(second, stop)], {})
+            for row, (prompt, first, second) in enumerate(lengths)
+        ]
+        config = SFTConfig(**self.flags)
+        (batch,) = data.micro_batches(self.pairs, range(3), config, self.vocabulary)
+        self.batch = batch.to(distributed.device())
+
+    def policy(self, *, moves: bool = False, is_projected: bool = False, **flags: Any) -> Any:
+        """The product's policy, checked as in every stage; with `moves` of other weights."""
+        config, tokenizer = SFTConfig(**(self.flags | flags)), self.vocabulary.tokenizer
+        model_config = load.read_model_config(self.folder, "policy", tokenizer, config)
+        lm = load.load_policy(self.folder, model_config, config, trains=True)
+        if moves and distributed.is_rank0():
+            move(lm)
+        policy = fsdp.shard(Policy(lm), config, self.mesh)
+        self_checks.only_tokens_matter(policy, config, is_projected=is_projected)
+        return policy
+
+    def plain(self, folder: Any = "", dtype: Any = torch.float32) -> Any:
+        """Plain transformers' model of a folder, by default this one."""
+        lm = AutoModelForCausalLM.from_pretrained(folder or self.folder, dtype=dtype).eval()
+        return lm.to(distributed.device())
+
+    @cached_property
+    def expected(self) -> list[Tensor]:
+        """Plain transformers' log-probabilities of the completions."""
+        return logps_of(self.plain(), self.pairs)
+
+    def gap(self, values: Tensor, expected: Sequence[Tensor]) -> float:
+        """Largest difference of a batch's values (B, C) from those of its completions."""
+        rows = zip(values.detach(), self.batch.completion_mask, self.batch.slots, strict=True)
+        gaps = [row[mask] - expected[slot] for row, mask, slot in rows]
+        return float(torch.cat(gaps).abs().max())
+
+
+def move(lm: Any) -> None:
+    """Change every weight by about the share `MOVED` of it, always in the same way."""
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in sorted(lm.named_parameters()):
+        parameter.data *= 1 + MOVED * torch.randn(parameter.shape, generator=generator)
+
+
+def per_text(compute: Callable[..., Tensor], examples: Sequence[Example]) -> list[Tensor]:
+    """A result for every completion, alone behind its prompt: of ids (1, T), and the completion."""
+    texts = [(each.prompt_ids, ids) for each in examples for ids in each.completions]
+    device = distributed.device()
+    return [compute(torch.tensor([[*x, *y]], device=device), y) for x, y in texts]
+
+
+def log_softmax(lm: Any, ids: Tensor, completion: list[int]) -> Tensor:
+    """Log-probabilities (C, V) that predict a completion, by transformers."""
+    logits: Tensor = lm(input_ids=ids, use_cache=False).logits[0, -len(completion) - 1 : -1]
+    return logits.double().log_softmax(-1)
+
+
+@torch.no_grad()
+def logps_of(lm: Any, examples: Sequence[Example]) -> list[Tensor]:
+    """Log-probabilities (C,) of each completion's tokens, by transformers."""
+    return per_text(lambda x, ids: log_softmax(lm, x, ids)[range(len(ids)), ids], examples)
+
+
+# ---- cells: each returns the largest difference --------------------------------------------------
+
+
+def sft(subject: Subject) -> float:
+    """Log-probabilities of the loss."""
+    with torch.no_grad():
+        return subject.gap(subject.policy()(subject.batch).token_logps, subject.expected)
+
+
+def backward(policy: Any, batch: Any) -> None:
+    """Gradients of SFT's loss, on every rank of the whole batch."""
+    num_tokens = batch.num_tokens * distributed.world_size()
+    sft_loss(policy(batch).token_logps, batch.completion_mask, num_tokens=num_tokens).backward()
+
+
+def gradient(subject: Subject) -> float:
+    """Gradient of SFT's loss, relative to its norm."""
+    policy, plain = subject.policy(), subject.plain()
+    backward(policy, subject.batch)
+    logps = logps_of.__wrapped__(plain, subject.pairs)  # type: ignore[attr-defined]
+    (-torch.cat(logps).mean()).backward()
+    gaps = norm = torch.zeros(())
+    for parameter, expected in zip(policy.lm.parameters(), plain.parameters(), strict=True):
+        grads = [p.new_zeros(()) if p.grad is None else p.grad for p in (parameter, expected)]
+        ours = grads[0].full_tensor() if isinstance(grads[0], DTensor) else grads[0]
+        gaps, norm = gaps + (ours - grads[1]).square().sum(), norm + grads[1].square().sum()
+    return float((gaps / norm).sqrt())
+
+
+def reward(subject: Subject) -> float:
+    """Rewards of a new head, against those of the exported model."""
+    config = SFTConfig(**subject.flags)
+    vocabulary = load.load_vocabulary(config, has_own_pad=True)
+    tokenizer, folder = vocabulary.tokenizer, subject.scratch / "reward" / "model"
+    model_config = load.read_model_config(subject.folder, "trunk", tokenizer, config)
+    lm = load.load_reward_model(subject.folder, model_config, tokenizer, config, trains=True)
+    model = fsdp.shard(RewardModel(lm), config, subject.mesh, float32_modules=[lm.score])
+    self_checks.only_tokens_matter(model, config)
+    export.save_pretrained(model, vocabulary, folder)
+    distributed.barrier()
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    plain = plain.to(distributed.device())
+    with torch.no_grad():
+        rewards = model(subject.batch)
+        expected = per_text(lambda x, _: plain(x, use_cache=False).logits[0, 0], subject.pairs)
+    return float((rewards - torch.stack(expected)[subject.batch.slots]).abs().max())
+
+
+def dpo(subject: Subject) -> float:
+    """Log-probabilities of pairs, per token; the first loss is ln 2."""
+    config, vocabulary = SFTConfig(**subject.flags), subject.vocabulary
+    models = subject.policy(), subject.policy().requires_grad_(False)
+    scores, ref_scores = (
+        scoring.score_examples(model, subject.pairs, config, vocabulary, "") for model in models
+    )
+    self_checks.dpo_starts_at_ln_2(scores, ref_scores)
+    gaps = zip(scores.flatten(), subject.expected, strict=True)
+    return max(float((score - each.sum()).abs() / len(each)) for score, each in gaps)
+
+
+def grpo(subject: Subject) -> float:
+    """Log-probabilities that the sampler records; the sampler is checked against the trainer."""
+    prompts = [replace(each, completions=[]) for each in subject.pairs]
+    sampler = Sampler(subject.policy(), subject.vocabulary, SFTConfig(**subject.flags))
+    rollouts = sampler.sample(prompts, num_samples=2)
+    scoring.check_sampler(sampler, prompts, rollouts, 1.0)
+    expected = logps_of(subject.plain(), rollouts.completed(prompts))
+    return float((rollouts.token_logps[rollouts.mask] - torch.cat(expected).cpu()).abs().max())
+
+
+@torch.no_grad()
+def exact_kl(subject: Subject) -> float:
+    """`--kl_estimator full`, to a reference of other weights."""
+    policy = subject.policy(moves=True, is_projected=True)
+    reference = subject.policy(is_projected=True).requires_grad_(False)
+    hidden = reference(subject.batch, with_hidden=True).hidden
+    fsdp.reshard(reference)
+    head = reference.lm.get_output_embeddings()
+    parts: list[Any] = [
+        p if p is None else rollout_copy.gather(p, p.dtype) for p in (head.weight, head.bias)
+    ]
+    kl = policy(subject.batch, reference=ReferenceStates(hidden, Head(*parts))).kl
+    plain, ref_plain = subject.plain(), subject.plain()
+    move(plain)
+
+    def enumerated(*text: Any) -> Tensor:
+        logps, ref_logps = (log_softmax(lm, *text) for lm in (plain, ref_plain))
+        return (logps.exp() * (logps - ref_logps)).sum(-1)
+
+    return subject.gap(kl, per_text(enumerated, subject.pairs))
+
+
+def exported(subject: Subject, **flags: Any) -> float:
+    """The policy after two optimiser's steps, against the exported model."""
+    policy, folder = subject.policy(**flags), subject.scratch / "exported" / "model"
+    config = SFTConfig(**(subject.flags | flags))
+    optimizer = optim.build_optimizer(policy, config)
+    for _ in range(2):  # the first moves an adapter's B away from 0, the second its A
+        backward(policy, subject.batch)
+        optim.clip_and_step(optimizer, config, 0, 2)
+    with torch.no_grad():
+        token_logps = policy(subject.batch).token_logps
+    assert subject.gap(token_logps, subject.expected) > RIGHT, "the steps changed nothing"
+    export.save_pretrained(policy, subject.vocabulary, folder, config)
+    distributed.barrier()
+    return subject.gap(token_logps, logps_of(subject.plain(folder), subject.pairs))
+
+
+def bf16(subject: Subject) -> float:
+    """Mean error in bfloat16 beyond twice that of plain transformers in bfloat16."""
+    with torch.no_grad():
+        token_logps = subject.policy(bf16=True)(subject.batch).token_logps
+    plain = logps_of(subject.plain(dtype=torch.bfloat16), subject.pairs)
+    rows = zip(token_logps, subject.batch.completion_mask, subject.batch.slots, strict=True)
+    ours = torch.cat([(row[m] - subject.expected[slot]).abs() for row, m, slot in rows]).mean()
+    return max(0.0, float(ours - 2 * (torch.cat(plain) - torch.cat(subject.expected)).abs().mean()))
+
+
+CELLS: dict[str, Callable[[Subject], float]] = {
+    "SFT": sft,
+    "gradient": gradient,
+    "reward": reward,
+    "DPO": dpo,
+    "GRPO": grpo,
+    "exact KL": exact_kl,
+    "LoRA": lambda subject: exported(subject, lora_r=4),
+    "bf16": bf16,
+    "export": exported,
+}
+
+
+def run(folder: str, layout: str) -> Iterator[dict[str, Any]]:
+    """Every cell of a model's folder in a layout. Collective."""
+    subject: Subject | None = None
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, cell in CELLS.items():
+            result = {"layout": layout, "cell": name}
+            try:
+                subject = subject or Subject(folder, layout, scratch)
+                value = cell(subject)
+                yield result | {"kind": "right" if value <= RIGHT else "wrong", "value": value}
+            except UserError as error:
+                yield result | {"kind": "refused", "text": str(error).replace(folder, "FOLDER")}
+            except Exception as error:
+                frames = traceback.extract_tb(error.__traceback__)[:-4:-1]
+                places = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames)
+                text = f"{type(error).__name__}: {error} ({places})".replace(folder, "FOLDER")
+                yield result | {"kind": "traceback", "text": " ".join(text.split())}
+
+
+def main(name: str) -> None:
+    """Print the cells of a folder, or of a tiny model of a type, in both layouts. Collective."""
+    distributed.start(120.0)
+    with tempfile.TemporaryDirectory() as made:
+        folder = name if Path(name).is_dir() else distributed.from_rank0(made)
+        if folder != name and distributed.is_rank0():
+            shrink.save(name, Path(folder))
+        distributed.barrier()
+        for layout in LENGTHS:
+            for result in run(folder, layout):
+                distributed.print_rank0(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
