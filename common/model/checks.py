@@ -4,11 +4,16 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist, hint, why_missing
@@ -105,7 +110,7 @@ def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head
         for name, shape, expected in sorted(report["mismatched_keys"])
     ]
     for name in sorted(report["missing_keys"]):
-        if not (has_new_head and name == "score.weight"):
+        if not (has_new_head and name.partition(".")[0] not in trunk):
             wrong.append(f"{name!r} is missing")
     for name in sorted(report["unexpected_keys"]):
         is_dropped = has_new_head and name.partition(".")[0] not in trunk
@@ -127,13 +132,6 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
     architectures = getattr(model_config, "architectures", None) or ["an unknown architecture"]
     instead = "; let a reward function call it" if kind == "reward_model" else ""
     refuse_other_types(path, model_config, instead)
-    model_type = model_config.model_type
-    has_class = model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    if kind == "trunk" and model_type in CONFIG_MAPPING_NAMES and not has_class:
-        raise UserError(
-            f"{path!r} is a {model_type} model, for which transformers has no sequence classifier, "
-            "and so no reward model; give a model of another family."
-        )
     if is_classifier(model_config) and kind == "policy":
         raise UserError(
             f"{path!r} is a reward model ({architectures[0]}), not a causal language model."
@@ -165,6 +163,28 @@ def is_classifier(model_config: PretrainedConfig) -> bool:
     """Whether the model has a head of scores, by the name of its class."""
     names = getattr(model_config, "architectures", None) or []
     return any(name.endswith("ForSequenceClassification") for name in names)
+
+
+def has_classifier(model_config: PretrainedConfig) -> bool:
+    """Whether transformers has a sequence classifier for the model's family.
+
+    If not, the generic one is registered for it, in this process.
+    """
+    config_class, classifiers = (
+        type(model_config),
+        AutoModelForSequenceClassification._model_mapping,
+    )
+    if config_class in classifiers:
+        return config_class not in classifiers._extra_content
+    if config_class in AutoModelForCausalLM._model_mapping:
+        causal = AutoModelForCausalLM._model_mapping[config_class]
+        family = next(c for c in causal.__mro__[1:] if issubclass(c, PreTrainedModel))
+        name = causal.__name__.replace("ForCausalLM", "ForSequenceClassification")
+        fields = {"base_model_prefix": causal.base_model_prefix}
+        made = type(name, (GenericForSequenceClassification, family), fields)
+        # Without exist_ok a class of transformers' own config is not registered, without a word.
+        AutoModelForSequenceClassification.register(config_class, made, exist_ok=True)
+    return False
 
 
 def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfig) -> None:

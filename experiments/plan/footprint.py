@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common.config.stages import TrainConfig
 from common.errors import UserError, gist
-from common.model import fsdp, load, lora, shared_prefix
+from common.model import checks, fsdp, load, lora, shared_prefix
 from common.model.checks import Kind
 
 NUM_TOKENS = 128  # of the counted pass
@@ -106,6 +106,7 @@ def of_model(
     auto_class = AutoModelForCausalLM
     if kind != "policy":
         model_config.num_labels, auto_class = 1, AutoModelForSequenceClassification
+        checks.has_classifier(model_config)
     with torch.device("meta"):
         lm = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
     for name, parameter in lm.named_parameters():

@@ -626,3 +626,27 @@ def test_a_text_model_that_scales_otherwise_than_the_whole_is_refused(tmp_path):
     with pytest.raises(UserError) as caught:
         models.load_policy(str(tmp_path), model_config, config)
     tiny.check_sentence(caught.value, "gives other logits than the whole aya_vision")
+
+
+def test_a_family_without_a_classifier_gets_a_reward_model_that_is_loaded_again(tmp_path, capfd):
+    """From a policy, by a stage, and from the stage's folder."""
+    lm = tiny.causal_lm("granite", is_plain=True, vocab_size=1024, max_position_embeddings=256)
+    lm.save_pretrained(tmp_path / "policy")
+    flags = {"model_name_or_path": str(tmp_path / "policy"), "tokenizer_name_or_path": "synthetic"}
+    flags |= ranks.SHORT_RUN | {"output_dir": str(tmp_path / "run"), "max_steps": 1}
+    ranks.launch(ranks.run_stages, 2, tmp_path, jobs=[{"stage": "reward", "flags": flags}])
+    path, tokenizer = (
+        str(tmp_path / "run" / "model"),
+        models.load_tokenizer("synthetic", short_config()),
+    )
+    models.add_own_pad_token(tokenizer)
+    config = short_config(model_name_or_path=path)
+    model_config = models.read_model_config(path, "reward_model", tokenizer, config)
+    classifier = models.load_reward_model(path, model_config, tokenizer, config)
+    assert "only this project loads the reward model" in capfd.readouterr().out
+    batch = batch_of_rows(tokenizer.pad_token_id)
+    reward = RewardModel(classifier)(batch)
+    assert reward.std() > 0.1
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        plain = classifier(input_ids=torch.tensor([prompt + completion])).logits.squeeze()
+        torch.testing.assert_close(reward[row], plain + RewardModel(classifier).shift)

@@ -86,7 +86,6 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     ),
     ("train_sft", {"model_name_or_path": "t5"}, ["'t5' is a t5 model", "causal language model"]),
     ("train_sft", {"model_name_or_path": "vit"}, ["'vit' is a vit model", "causal language model"]),
-    ("train_reward", {"model_name_or_path": "olmoe"}, ["olmoe model", "no sequence classifier"]),
     ("train_sft", {"model_name_or_path": "judge"}, ["'judge' is a reward model"]),
     ("train_grpo", {"reward_funcs": "policy"}, ["'policy' is not a reward model", "GPT2LMHead"]),
     ("train_sft", {"model_name_or_path": "quantised"}, ["quantization_config ('gptq')"]),

@@ -87,7 +87,7 @@ def make_models(folder: Path) -> None:
     classifier = GPT2Config(**shape, num_labels=1, pad_token_id=1)
     GPT2ForSequenceClassification(classifier).save_pretrained(folder / "judge")
     GPT2LMHeadModel(GPT2Config(**shape | {"vocab_size": 7})).save_pretrained(folder / "few_words")
-    other_types = ("t5", "vit", "olmoe")
+    other_types = ("t5", "vit")
     for name in other_types:
         AutoConfig.for_model(name).save_pretrained(folder / name)
     for name in ("policy", "judge", "few_words", "words", "old_run/model", *other_types):
