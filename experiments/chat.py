@@ -35,7 +35,7 @@ def prompt_ids(text: str, sample: str, tokenizer: Any) -> list[int]:
         prompt = chat.rendered(tokenizer, messages, {"add_generation_prompt": True})
         if not sample or sample.endswith(prompt.rpartition(text)[2]):
             return tokenise.encode([prompt], tokenizer)[0]
-    header, _, cue = truncate.split_prompt(sample, truncate.closing_cue(sample))
+    header, _, cue = truncate.split_prompt(sample)
     if header and not re.match("SUBREDDIT:|TITLE:|POST:", text):
         text = f"{re.sub('TITLE:.*', TITLE, header)} {text}"
     whole = text.removesuffix(cue) + cue

@@ -62,7 +62,7 @@ def tokenize(
     config = tiny.train_config(**(limits | fields))
     vocabulary = tiny.vocabulary([stop_id], tokenizer, pad_id=stop_id)
     texts = [render(row, kind, tokenizer, number)[0] for number, row in enumerate(rows)]
-    tokenised = tokenize_rows(texts, vocabulary, config, "train")
+    tokenised = tokenize_rows(texts, vocabulary, config)
     report = DataReport(tokenised, "train", config, tokenizer)
     report.refuse_lossy(config.max_dropped_fraction)
     return [row.example for row in tokenised if not row.drop_reason], report
@@ -178,28 +178,24 @@ def test_truncation_of_a_post_without_any_space_cuts_inside_it(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "flag", "cue"),
+    ("prompt", "cue"),
     [
-        ("Some text.\n\nSubject:", "", "\n\nSubject:"),
-        ("Some text. \n\n\nTo whom?\nAnswer: \n", "", " \n\n\nTo whom?\nAnswer: \n"),
-        ("Some\n\ntext.\n\n" + "x" * 100, "", "\n\n" + "x" * 100),
-        ("Some\n\ntext.\n\n" + "x" * 101, "", ""),  # a paragraph, and no cue
-        ("Some text.\nSubject:", "", ""),  # no blank line
-        ("Some text.\nSubject:", "Subject:", "\nSubject:"),
-        ("Some text. Subject: ", "\nSubject:\n", " Subject: "),
-        ("Some text.\n\nAnswer:", "Subject:", ""),  # a prompt that does not end so
-        ("", "", ""),
-        ("\n\n", "", ""),
+        ("Some text.\n\nSubject:", "\n\nSubject:"),
+        ("Some text. \n\n\nTo whom?\nAnswer: \n", " \n\n\nTo whom?\nAnswer: \n"),
+        ("Some\n\ntext.\n\n" + "x" * 100, "\n\n" + "x" * 100),
+        ("Some\n\ntext.\n\n" + "x" * 101, ""),  # a paragraph, and no cue
+        ("Some text.\nSubject:", ""),  # no blank line
+        ("Some text. TL;DR: ", " TL;DR: "),
+        ("", ""),
+        ("\n\n", ""),
     ],
 )
-def test_the_closing_cue_is_what_the_flag_says_or_what_follows_the_last_blank_line(
-    prompt, flag, cue
-):
-    assert closing_cue(prompt, flag) == cue
+def test_the_closing_cue_is_tldr_or_what_follows_the_last_blank_line(prompt, cue):
+    assert closing_cue(prompt) == cue
 
 
 def test_cues_are_kept_by_a_cut(plain):
-    """Of prompts that end in three ways and in none, and by a flag only a part of the ending."""
+    """Of prompts that end in three ways and in none."""
     body = "my sister sold my guitar at the airport.\n" * 9
     ends = ["In short.\nSubject:", "Who wrote it?\nThe answer in short:", "TL;DR:"]
     prompts = [*(f"{body}\n{end}" for end in ends), body]
@@ -209,8 +205,6 @@ def test_cues_are_kept_by_a_cut(plain):
     for example, end in zip(examples[:3], ends, strict=True):
         assert example.prompt.endswith(f"airport.\n\n{end}")
     assert examples[3].prompt.endswith("airport.")
-    (example,), _ = tokenize(rows[:1], plain, prompt_cue="Subject:", max_prompt_length=70)
-    assert example.prompt.endswith("airport.\nSubject:")
     # Without room for its cue a prompt is dropped.
     rows = [{"prompt": "a b c " * 30 + ".\n\nOne.\nTwo.\nSubject:", "completion": " x"}] * 3
     with pytest.raises(UserError, match="3 prompt over max_prompt_length"):

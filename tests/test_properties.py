@@ -95,7 +95,7 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
         prompt_truncation=truncation,
         max_dropped_fraction=1.0,
     )
-    tokenised = tokenize_rows(rows, tiny.vocabulary([stop_id]), config, "train")
+    tokenised = tokenize_rows(rows, tiny.vocabulary([stop_id]), config)
     try:
         examples = report(tokenised, "train", config, tokenizer)
     except UserError as error:

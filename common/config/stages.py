@@ -48,11 +48,6 @@ class CommonConfig(flags.ModelFlags):
         "tldr: cut the post at a newline or sentence, keep header and cue; start: drop tokens",
         ["tldr", "start"],
     )
-    prompt_cue: str = flag(
-        "",
-        "end of every prompt, which tldr keeps as it keeps TL;DR: (empty: what follows the last "
-        "blank line, up to 100 characters)",
-    )
     max_dropped_fraction: float = flag(0.05, "refuse a split that loses a larger share", ge=0, le=1)
 
     _speed: ClassVar = flags.SPEED

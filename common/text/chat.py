@@ -38,7 +38,7 @@ def render(
 
     Raises:
         UserError: the tokenizer has no chat template, or it writes the beginning of a conversation
-            differently once an answer follows, or `tools` is no JSON.
+            differently once an answer follows.
     """
     names = COMPLETION_COLUMNS[kind]
     others = {name: cell for name, cell in raw.items() if name not in ("prompt", *names)}
@@ -83,16 +83,9 @@ def _answer_text(prompt: str, whole: str) -> str:
     )
 
 
-def _calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Name and arguments of each function that messages call."""
-    calls = (call for message in messages for call in message.get("tool_calls") or ())
-    return [call.get("function", call) for call in calls]
-
-
 def _leaves_out(answer: dict[str, Any], text: str) -> bool:
-    """Whether the text of an answer lacks its words, thoughts or calls; white space aside."""
+    """Whether the text of an answer lacks its words or thoughts; white space aside."""
     passages = [*re.split("</?think>", content(answer)), *map(answer.get, THOUGHTS)]
-    passages += [call.get("name") for call in _calls([answer])]
     written = "".join(text.split())
     texts = {"".join(str(passage).split()) for passage in passages if passage}
     for passage in sorted(texts, key=len, reverse=True):  # a match counts once
@@ -105,10 +98,7 @@ def _leaves_out(answer: dict[str, Any], text: str) -> bool:
 def _template_options(row: RawRow) -> dict[str, Any]:
     """Arguments of the template from a row: `tools`, JSON schemas or their text, and others."""
     tools = row.get("tools")
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    except ValueError as error:
-        raise UserError(f"column 'tools' holds text that is no JSON: {gist(error)}.") from None
+    tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     kwargs = row.get("chat_template_kwargs") or {}
     kwargs = {k: v for k, v in kwargs.items() if k != "continue_final_message"}  # see `schemas`
     return {"tools": _without_null(tools) or None, **_without_null(kwargs)}
@@ -120,29 +110,18 @@ def _without_null(value: Any) -> Any:
         return [_without_null(one) for one in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: _without_null(one) for key, one in value.items() if one is not None}
-    if kept.get("tool_calls"):
-        kept.setdefault("content", "")
-    return kept
+    return {key: _without_null(one) for key, one in value.items() if one is not None}
 
 
 def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """Text of messages by the tokenizer's chat template; a UserError if it fails or quotes JSON."""
+    """Text of messages by the tokenizer's chat template; a UserError if it fails."""
     try:
-        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # templates are programs that come with a model
         raise UserError(
             f"rows hold messages and the tokenizer cannot render them: {gist(error)}; "
             "use a model with a chat template or rows of text."
         ) from None
-    given = (call.get("arguments") for call in _calls(messages))
-    texts = [arguments for arguments in given if arguments and isinstance(arguments, str)]
-    if any(json.dumps(arguments, ensure_ascii=False) in text for arguments in texts):
-        raise UserError(
-            "the chat template quotes the arguments of a tool call, which the rows have as JSON "
-            "text; give them as objects (`json.loads`)."
-        )
-    return text
 
 
 class TurnEnd:

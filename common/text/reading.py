@@ -77,7 +77,7 @@ def load_examples(
         label, raw_rows = sources.read_split(config, dataset_name, split, kind, num_rows)
         raw_rows = schemas.standardise(raw_rows, kind, label)
         rows = chat.render_rows(raw_rows, kind, vocabulary.tokenizer)
-        tokenised = tokenise.tokenize_rows(rows, vocabulary, config, split)
+        tokenised = tokenise.tokenize_rows(rows, vocabulary, config)
         return data_report.report(tokenised, split, config, vocabulary.tokenizer)
 
     return _once_per_host(make) if dataset_name and split else []

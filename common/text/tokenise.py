@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from common import distributed
 from common.config.stages import CommonConfig
-from common.errors import UserError
 from common.text.example import Example, Vocabulary
 from common.text.schemas import Row
-from common.text.truncate import closing_cue, cut_body, split_prompt
+from common.text.truncate import cut_body, split_prompt
 
 CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memory than the ids
 
@@ -42,7 +41,6 @@ def tokenize_rows(
     rows: Sequence[Row],
     vocabulary: Vocabulary,  # with a fast tokenizer, to cut the body of a prompt
     config: CommonConfig,
-    split: str,  # its name in errors
 ) -> list[TokenisedRow]:
     """Tokenise prompts and completions separately, and find the rows to drop.
 
@@ -50,17 +48,11 @@ def tokenize_rows(
     than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
     when a prompt or a completion is blank, a pair is identical, a prompt's header alone is too
     long, or a conversation is, or its template leaves out part of the answer.
-
-    Raises:
-        UserError: No prompt has the cue that was asked for.
     """
-    cue = config.prompt_cue.replace("\\n", "\n")
-    if cue and not any(closing_cue(row.prompt, cue) for row in rows):
-        raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
     tokenised: list[TokenisedRow] = []
     remaining = iter(distributed.progress_bar("tokenising", len(rows), unit="row", items=rows))
     while chunk := list(islice(remaining, CHUNK_ROWS)):
-        prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config, cue)
+        prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config)
         texts = [text for row in chunk for text in row.completions]
         encoded = iter(tokenize_completions(texts, vocabulary, config.max_completion_length))
         for row, prompt in zip(chunk, prompts, strict=True):
@@ -101,10 +93,7 @@ def source_of(row: Row) -> str:
 
 
 def _tokenize_prompts(
-    rows: Sequence[Row],
-    tokenizer: Any,
-    config: CommonConfig,
-    cue: str,  # that a flag gives; see `closing_cue`
+    rows: Sequence[Row], tokenizer: Any, config: CommonConfig
 ) -> list[TokenisedText]:
     """Prompts that fit, without ids where no cut makes one fit: a text with the tokenizer's bos.
 
@@ -125,7 +114,7 @@ def _tokenize_prompts(
             ids = ids[len(ids) - room :]
             prompt = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         elif len(ids) > room:
-            shorter = truncate_prompt(prompt, tokenizer, room, closing_cue(prompt, cue))
+            shorter = truncate_prompt(prompt, tokenizer, room)
             prompt, ids = shorter or (prompt, [])
         result.append(TokenisedText(prompt, leading + ids if ids else [], len(whole)))
     return result
@@ -135,14 +124,13 @@ def truncate_prompt(
     prompt: str,  # of more than `max_length` tokens
     tokenizer: Any,  # a fast one, which knows the characters of each token
     max_length: int,  # tokens, header and cue included
-    fallback_cue: str = "",  # of a prompt that has no `TL;DR:`
 ) -> tuple[str, list[int]] | None:
     """Cut the body of a prompt that is too long; header and cue stay whole.
 
     Returns:
         The shorter prompt and its ids, at most `max_length`; None if header and cue leave no room.
     """
-    header, body, cue = split_prompt(prompt, fallback_cue)
+    header, body, cue = split_prompt(prompt)
     encoding = tokenizer(header + body, add_special_tokens=False, verbose=False)
     budget = max_length - len(encode([cue], tokenizer)[0])
     while budget > 0:

@@ -1,7 +1,7 @@
 """Prompts cut in their body.
 
 The post of a TL;DR prompt is cut; the header (subreddit, title) and the closing cue stay. Other
-prompts have a cue too: `--prompt_cue`, else what follows their last blank line.
+prompts have a cue too: what follows their last blank line.
 """
 
 import re
@@ -19,25 +19,23 @@ _CUTS = (
 )
 
 
-def closing_cue(prompt: str, cue: str = "") -> str:
+def closing_cue(prompt: str) -> str:
     """The end of a prompt that is never cut, with the white space around; empty if it has none.
 
-    It is the `cue`, or, if none is given, what follows the last blank line, if that is short.
+    It is `TL;DR:`, or what follows the last blank line, if that is short.
     """
     text = prompt.rstrip()
-    if not cue:
-        _, blank_line, last = text.rpartition("\n\n")
-        cue = last if blank_line and len(last) <= LONGEST_CUE else ""
-    cue = cue.strip()
-    return prompt[len(text.removesuffix(cue).rstrip()) :] if cue and text.endswith(cue) else ""
+    _, blank_line, last = text.rpartition("\n\n")
+    cue = last if blank_line and len(last) <= LONGEST_CUE else ""
+    cue = _CUE if text.endswith(_CUE) else cue.strip()
+    return prompt[len(text.removesuffix(cue).rstrip()) :] if cue else ""
 
 
-def split_prompt(prompt: str, fallback_cue: str = "") -> tuple[str, str, str]:
+def split_prompt(prompt: str) -> tuple[str, str, str]:
     """Split a prompt into header, body and cue, which joined give it back.
 
     The header reaches to `POST:` (or to the end of the title where there is none, as in the
-    CNN/DailyMail rows). The cue is a closing `TL;DR:` with the white space before it, or, in a
-    prompt without one, the `fallback_cue` if it ends in that. Header and cue may be empty.
+    CNN/DailyMail rows). Header and cue may be empty.
 
     >>> split_prompt("POST: It sleeps. TL;DR:")
     ('POST:', ' It sleeps.', ' TL;DR:')
@@ -47,8 +45,7 @@ def split_prompt(prompt: str, fallback_cue: str = "") -> tuple[str, str, str]:
     post = _POST.search(prompt)
     if post and prompt.startswith(("SUBREDDIT:", "TITLE:", "POST:")):
         end = post.end()
-    fallback_cue = fallback_cue if prompt[end:].endswith(fallback_cue) else ""
-    start = len(prompt) - len(closing_cue(prompt[end:], _CUE) or fallback_cue)
+    start = len(prompt) - len(closing_cue(prompt[end:]))
     return prompt[:end], prompt[end:start], prompt[start:]
 
 

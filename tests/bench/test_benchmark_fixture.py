@@ -62,7 +62,7 @@ def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
     texts = [text for raw in raw_rows for text in render(raw, row.kind, None)]
     vocabulary = tiny.vocabulary([EOS_ID], tokenizer, pad_id=EOS_ID)
-    tokenised = tokenize_rows(texts, vocabulary, config, "train")
+    tokenised = tokenize_rows(texts, vocabulary, config)
     report = DataReport(tokenised, "train", config, tokenizer)
     lost = (report.num_prompts_truncated, report.num_completions_truncated, report.num_dropped)
     assert lost == (0, 0, 0)

@@ -186,7 +186,9 @@ def test_what_is_trained_is_what_the_template_writes(tmp_path, name: str, form: 
     last = TEXT_CALL if form == "call" and name == "DeepSeek-V3" else last
     tokenizer, messages = tokenizer_of(kind), [SYSTEM, ASKED, ONE, AGAIN, last]
     if form != "answers" and not getattr(kind, form):
-        with pytest.raises(UserError, match="1 answer left out in part by the chat template"):
+        with pytest.raises(
+            UserError, match="1 (answer left out in part by the chat template|empty completion)"
+        ):
             load(tmp_path, tokenizer, {"messages": messages}, stops=kind.stops)
         return
     examples = load(tmp_path, tokenizer, {"messages": messages}, stops=kind.stops)
@@ -335,31 +337,6 @@ def test_tools_and_calls_reach_the_template(tmp_path, chatml, tools: Any):
     assert chatml.decode(example.completions[0]) == "<call>add<|im_end|>"
 
 
-@pytest.mark.parametrize("kind", ["sft", "prompts"])
-@pytest.mark.parametrize(
-    ("name", "refusal"),
-    [
-        ("Qwen2.5", "quotes the arguments of a tool call, .* give them as objects"),
-        ("Qwen3-Coder", "cannot render them: .*items"),
-        ("DeepSeek-V3", ""),
-    ],
-)
-def test_arguments_as_json_text_are_taken_as_they_are_or_refused(tmp_path, name, refusal, kind):
-    """Also in a prompt: the template would write other tokens there than when the model is used."""
-    tokenizer = tokenizer_of(KINDS[name])
-    columns = {
-        "sft": {"messages": [ASKED, TEXT_CALL]},
-        "prompts": {"prompt": [ASKED, TEXT_CALL, TOOL]},
-    }
-    if refusal:
-        with pytest.raises(UserError, match=refusal):
-            load(tmp_path, tokenizer, columns[kind], kind=kind)
-    else:
-        (example,) = load(tmp_path, tokenizer, columns[kind], kind=kind)
-        text = example.prompt + "".join(map(tokenizer.decode, example.completions))
-        assert '<call>add {"a": "1"}</call>' in text
-
-
 @pytest.mark.usefixtures("process_group")
 def test_a_judge_with_another_template_is_told_of_the_tools(tmp_path, chatml, monkeypatch):
     """By GRPO's rewards and by evaluate.py, which scores the completions of pairs."""
@@ -377,8 +354,3 @@ def test_a_judge_with_another_template_is_told_of_the_tools(tmp_path, chatml, mo
     prompts = [chatml.decode(group.prompt_ids) for group in read]
     assert prompts == [prompts[0]] * 2
     assert prompts[0].startswith("Hm. <tools>add\n<|im_start|>user\nWhy?")
-
-
-def test_tools_that_are_no_json_are_refused(tmp_path, chatml):
-    with pytest.raises(UserError, match="column 'tools' holds text that is no JSON"):
-        load(tmp_path, chatml, {"messages": [ASKED, ONE], "tools": "add"})
