@@ -8,29 +8,22 @@ with log-probabilities summed over the completion, stop token included, and labe
 losses are chosen by `loss_type`, one or a weighted sum of several: each is a file of
 `common/objectives/preference`, or yours.
 
-With `pair_method rso_tournament` the pairs are made here (RSO, Liu et al. 2023): the starting
-policy samples `num_candidates` completions of each prompt, `reward_funcs` score them, and the
-method pairs them. These pairs are the training rows, and are written to `pairs.jsonl`.
+Pairs that the policy itself samples, as RSO's (Liu et al. 2023), are made before by
+`experiments.sample_pairs`; its folder is then the `dataset_name`.
 
 How this differs from the papers:
 1. AdamW, not RMSprop. 2. Dropout is off. 3. Both completions of a pair share one forward pass.
-4. RSO labels accepted completions by a ranking model that reads two; here by the higher reward.
 
 Launch: as `train_sft.py`, with `--model_name_or_path` the SFT stage's `model` folder, for example
     torchrun --standalone --nproc_per_node 2 train_dpo.py --config assets/recipes/demo/dpo.yaml
-and on pairs sampled from the starting policy and scored by the gold reward, with in addition
-    --pair_method rso_tournament --reward_funcs gold --output_dir output/demo/dpo_rollouts
-
 Expect the `sigmoid` loss to start at ln 2 = 0.693 exactly (a self-check) and `reward_margin` to
 grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their difference is trained.
 """
 
 import gc
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, scoring, self_checks
 from common.config.dpo import DPOConfig
@@ -41,7 +34,6 @@ from common.losses import sequence_logps
 from common.model import fsdp, load
 from common.pairs.reference import ReferenceScores, load_reference
 from common.run import Run
-from common.text.example import Vocabulary
 
 
 def main(config: DPOConfig) -> None:
@@ -49,6 +41,7 @@ def main(config: DPOConfig) -> None:
     from common.checkpoint.resume import find_checkpoint
     from common.sampling import token_records  # for the table of samples, as the sampler
     from common.sampling.sampler import Sampler
+    from common.text import reading
 
     distributed.seed_everything(config.seed)
     mesh = distributed.mesh(config.num_replicas)
@@ -61,7 +54,7 @@ def main(config: DPOConfig) -> None:
     configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
     resume_from = find_checkpoint(config)
     is_resumed = resume_from is not None
-    train_set, eval_set = load_pairs(config, vocabulary, configs[0], mesh, is_resumed=is_resumed)
+    train_set, eval_set = reading.load_splits(config, "preference", vocabulary)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
     shown = one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
@@ -134,25 +127,6 @@ def main(config: DPOConfig) -> None:
 
     # Export, final evaluation
     run.finish(hooks=[evaluate, show_samples])
-
-
-def load_pairs(
-    config: DPOConfig,
-    vocabulary: Vocabulary,
-    model_config: Any,
-    mesh: DeviceMesh,
-    *,
-    is_resumed: bool,
-) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Training pairs, from rows or from rollouts, and held-out pairs. Collective."""
-    from common.pairs.from_rollouts import pairs_of_run
-    from common.text import reading
-
-    if config.pair_method == "dataset":
-        return reading.load_splits(config, "preference", vocabulary)
-    eval_set = reading.load_held_out_pairs(config, config.dataset_name, vocabulary)
-    train_set = pairs_of_run(config, vocabulary, model_config, mesh, is_resumed=is_resumed)
-    return train_set, eval_set
 
 
 def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example]:

@@ -1,51 +1,294 @@
-"""Preference pairs from samples of a policy, labelled by a gold reward, as files of rows.
+"""Preference pairs from samples of a policy, labelled by reward functions, as files of rows.
 
     python -m experiments.sample_pairs --config assets/recipes/sentiment/pairs.yaml
 
-The policy samples `num_candidates` completions of every prompt of both splits, the reward functions
-score them, and `pair_method` says who is compared: `all` makes six pairs of four (Rafailov et al.
-2023, C.1). Writes `train.jsonl` and the held-out split's file to `output_dir`, which is then a
-`dataset_name`. The flags are those of DPO's `pair_method`; the policy is not trained.
+The policy samples `num_candidates` completions of every prompt, the reward functions score them,
+and `pair_method` says who is compared: RSO's first-round ranking (Liu et al. 2023), the best with
+the worst, or `all`, six pairs of four (Rafailov et al. 2023, C.1). `output_dir` gets `train.jsonl`,
+and the held-out split's file if there is one: it is then a `dataset_name` of DPO and reward models.
+
+The pairs are a function of the seed, the prompts and the weights, on any number of processes.
+Rewards are (N, K): N prompts with K candidates each. A pair is two indices of candidates, the
+winner's first.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import ClassVar
 
-from common import distributed, launch
-from common.config.dpo import RolloutPairConfig, refuse_rollouts
+import torch
+from torch import Tensor
+
+from common import data, distributed, launch, self_checks
+from common.advantages import (
+    apply_missing_eos_penalty,
+    eos_penalty,
+    first_of_text,
+    rejection_sample,
+)
+from common.config.engine import EngineConfig
+from common.config.flags import SMALLEST_TEMPERATURE, FrozenFlags, flag, path_flag
+from common.config.stages import RowsConfig
+from common.data import Example
 from common.errors import UserError
-from common.model import load
-from common.pairs.from_rollouts import pairs_from_rollouts
+from common.forward import Policy
+from common.model import fsdp, load
+from common.noise import derive_seed, hash_counters, uniform
+from common.record.jsonl import json_line, write_atomically
 from common.record.run_folder import save_run_files
-from common.text.reading import held_out_split
+from common.rewards.score import RewardFunctions
+from common.sampling.engine import new_sampler
+from common.sampling.sampler import Sampler
+from common.scoring import check_sampler
+from common.text.example import Vocabulary
+from common.text.reading import held_out_split, load_examples
 
 
 @dataclass
-class PairsConfig(RolloutPairConfig):
+class PairsConfig(FrozenFlags, RowsConfig, EngineConfig):
     """Rows have the column `prompt`."""
+
+    _pairs: ClassVar = "pairs"
+    pair_method: str = flag(
+        "rso_tournament",
+        "rso_tournament: random pairs of what rejection sampling accepts; best_worst: one pair; "
+        "all: every pair",
+        ("rso_tournament", "best_worst", "all"),
+    )
+    num_candidates: int = flag(8, "completions sampled per prompt")
+    num_generations: int = flag(4, "rso_tournament: candidates accepted, twice the pairs; even")
+    rejection_temperature: float = flag(
+        0.5, "of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
+    )
+    temperature: float = flag(1.0, "of sampling", ge=SMALLEST_TEMPERATURE)
+    reward_funcs: list[str] = path_flag(
+        [],
+        "as in train_grpo.py: built-ins, file.py:function (your file is run as code), folders",
+        required=True,
+    )
+    reward_weights: list[float] = flag([], "one per reward function (empty: 1 each)")
+    missing_eos_penalty: float = flag(-1.0, "reward of a completion that did not stop")
+    penalize_missing_eos: bool = flag(True, "false: such a completion keeps its own reward")
 
     def __post_init__(self) -> None:
         """Refuse values that make no pairs."""
         super().__post_init__()
-        refuse_rollouts(self)
+        num_accepted = self.num_generations if self.pair_method == "rso_tournament" else 2
+        if not 2 <= num_accepted <= self.num_candidates or num_accepted % 2:
+            most = f"at most --num_candidates, {self.num_candidates}"
+            raise self.refused("num_generations", f"even, at least 2 and {most}")
 
 
 def main(config: PairsConfig) -> None:
-    """Sample, score, pair and write both splits, the training split last."""
+    """Sample, score, pair and write each split, the training split last."""
     distributed.seed_everything(config.seed)
+    mesh = distributed.mesh(config.num_replicas)
     vocabulary = load.load_vocabulary(config)
-    path, mesh = config.model_name_or_path, distributed.mesh(config.num_replicas)
+    path, folder = config.model_name_or_path, Path(config.output_dir)
+    model_config = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
     if distributed.is_rank0():
-        save_run_files(Path(config.output_dir), config, distributed.world_size())
+        save_run_files(folder, config, distributed.world_size())
+
+    # Prompts of each split, reward functions
     held_out = held_out_split(config, config.dataset_name, is_trained_on=True)
-    if not held_out:
-        raise UserError("--dataset_test_split is required: pairs to evaluate on are made too.")
-    splits = {held_out: config.num_eval_rows, config.dataset_train_split: config.num_train_rows}
-    for split, num_rows in splits.items():
-        model_config = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
-        of_split = replace(config, dataset_train_split=split, num_train_rows=num_rows)
-        pairs_from_rollouts(of_split, vocabulary, model_config, mesh, f"{split}.jsonl")
+    splits = {held_out: config.num_eval_rows} if held_out else {}
+    splits[config.dataset_train_split] = config.num_train_rows
+    prompts = {
+        split: load_examples(config, config.dataset_name, split, "prompts", vocabulary, num_rows)
+        for split, num_rows in splits.items()
+    }
+    scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
+    for examples in prompts.values():
+        scorer.check_rows(examples)
+
+    # Policy
+    lm = load.load_policy(path, model_config, config)
+    policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
+    self_checks.only_tokens_matter(policy, config)
+    scorer.load(mesh)
+    sampler = new_sampler(policy, vocabulary, config)
+
+    for split, examples in prompts.items():
+        pairs = sample_pairs(examples, sampler, scorer, config, vocabulary)
+        if distributed.is_rank0():
+            write_rows(folder, split, pairs)
         distributed.barrier()
+
+
+def sample_pairs(
+    prompts: Sequence[Example],
+    sampler: Sampler,
+    scorer: RewardFunctions,
+    config: PairsConfig,
+    vocabulary: Vocabulary,
+) -> "list[Pair]":
+    """Sample completions of the prompts, score and pair them. Collective."""
+    order = data.BatchOrder.of_training(config, data.num_tokens(prompts))
+    pairs: list[Pair] = []
+    all_rewards: list[float] = []
+    bar = distributed.progress_bar("rollouts", order.steps_per_epoch)
+    for step in range(order.steps_per_epoch):
+        examples, is_real = data.prompts(prompts, order.rows(step))  # N
+        rollouts = sampler.sample(
+            examples,
+            num_samples=config.num_candidates,
+            temperature=config.temperature,
+            step=0,  # every prompt is sampled once
+            report=lambda text: distributed.show_status(bar, f"rollouts: {text}"),
+        )
+        if step == 0:
+            check_sampler(sampler, examples, rollouts, config.temperature)
+        rewards = scorer.score(examples, rollouts).total  # (N, K)
+        has_stop = rollouts.has_stop.view(rewards.shape)
+        rewards = apply_missing_eos_penalty(rewards, has_stop, eos_penalty(config))
+        chosen_pairs = choose_pairs(
+            rewards,
+            method=config.pair_method,
+            num_accepted=config.num_generations,
+            temperature=config.rejection_temperature,
+            # A prompt has the same seed on any rank.
+            seeds=hash_counters(
+                derive_seed(config.seed, "pairs from rollouts"), data.row_numbers(examples)
+            ),
+            texts=rollouts.numbered(len(examples)),
+        )  # (N, P, 2)
+        texts = rollouts.texts(vocabulary.tokenizer)
+        pairs += as_pairs(examples, is_real, texts, rewards, chosen_pairs)
+        all_rewards += rewards[is_real].flatten().tolist()
+        bar.update()
+    bar.close()
+    all_rewards = distributed.from_all_ranks(all_rewards)
+    return informative_pairs(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
+
+
+# ---- pairing of candidates -----------------------------------------------------------------------
+
+
+def choose_pairs(
+    rewards: Tensor,  # (N, K), raw
+    *,
+    method: str,
+    num_accepted: int,  # even, at most K; for `rso_tournament`, which makes half as many pairs
+    temperature: float,  # RSO's beta, in the unit of the rewards; for `rso_tournament`
+    seeds: Tensor,  # (N,) int64, one per prompt: the choice does not depend on the rank or batch
+    texts: Tensor | None = None,  # (N, K) int64, equal for equal texts; None: all differ
+) -> Tensor:
+    """Pairs of each prompt's candidates to compare. Candidates of equal text count as one.
+
+    - `rso_tournament`: statistical rejection sampling accepts some candidates (Liu et al. 2023,
+      algorithm 1). They are paired at random, each once: first-round ranking (section 3.2). The
+      accepted ones follow softmax(r / temperature) over the policy's samples.
+    - `best_worst`: the highest reward against the lowest; one pair, no noise.
+    - `all`: every candidate against every other, K (K - 1) / 2 pairs (Rafailov et al. 2023, C.1).
+
+    Returns:
+        (N, P, 2) int64 indices of candidates, the higher reward first (either, if they are equal);
+        -1 where a prompt has too few different texts for P pairs.
+    """
+    is_first = first_of_text(rewards, texts)  # (N, K)
+    if method == "best_worst":
+        return torch.stack([rewards.argmax(1), rewards.argmin(1)], dim=-1)[:, None]
+    if method == "all":
+        pairs = torch.combinations(torch.arange(rewards.shape[1])).expand(len(rewards), -1, -1)
+        return higher_first(rewards, pairs, is_first)
+    assert num_accepted % 2 == 0, "a tournament's first round pairs all accepted candidates"
+    accepted = rejection_sample(
+        rewards,
+        num_keep=num_accepted,
+        temperature=temperature,
+        method="rso",
+        seed=seeds,
+        texts=texts,
+    )  # (N, M)
+    # Shuffled: later passes accept worse candidates, so neighbours are no random opponents.
+    order = uniform(derive_seed(0, "tournament"), seeds[:, None], torch.arange(num_accepted))
+    repeats = ~is_first.gather(1, accepted)  # (N, M), moved to the end, where they make no pair
+    shuffled = (order + repeats).argsort(1)  # (N, M)
+    pairs = accepted.gather(1, shuffled).view(len(rewards), -1, 2)  # (N, P, 2)
+    return higher_first(rewards, pairs, is_first)
+
+
+def higher_first(rewards: Tensor, pairs: Tensor, is_first: Tensor) -> Tensor:
+    """Pairs of candidates (N, P, 2), ordered so that the higher reward (N, K) is first.
+
+    -1 for a pair with a candidate that is not the first of its text (N, K).
+    """
+    is_pair = is_first.gather(1, pairs.flatten(1)).view_as(pairs).all(-1, keepdim=True)
+    pair_rewards = rewards.gather(1, pairs.flatten(1)).view_as(pairs)  # (N, P, 2)
+    is_reversed = (pair_rewards[..., 1] > pair_rewards[..., 0])[..., None]  # (N, P, 1)
+    return torch.where(is_reversed, pairs.flip(-1), pairs).where(is_pair, -1)
+
+
+# ---- the pairs as rows ---------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    """Two completions that the policy sampled, with their rewards."""
+
+    row: int  # of the prompt, before rows were dropped
+    prompt: str
+    chosen: str
+    rejected: str
+    chosen_reward: float
+    rejected_reward: float
+
+
+def as_pairs(
+    examples: Sequence[Example],  # N
+    is_real: Tensor,  # (N,) bool, False = a filler, which counts nowhere
+    texts: Sequence[str],  # N*K
+    rewards: Tensor,  # (N, K)
+    chosen_pairs: Tensor,  # (N, P, 2), see `choose_pairs`
+) -> list[Pair]:
+    """The chosen pairs with their texts, those of equal reward included."""
+    pairs = []
+    for n in is_real.nonzero().flatten().tolist():
+        for pair in chosen_pairs[n][chosen_pairs[n, :, 0] >= 0].tolist():
+            chosen, rejected = (texts[n * rewards.shape[1] + i] for i in pair)
+            example = examples[n]
+            pairs.append(
+                Pair(example.row, example.prompt, chosen, rejected, *rewards[n, pair].tolist())
+            )
+    return pairs
+
+
+def informative_pairs(
+    pairs: Sequence[Pair], all_rewards: Sequence[float], num_prompts: int
+) -> list[Pair]:
+    """The pairs of unequal rewards without a blank text, by prompt; rank 0 prints the counts.
+
+    `all_rewards` are those of every candidate.
+
+    Raises:
+        UserError: there is none.
+    """
+    unequal = [pair for pair in pairs if pair.chosen_reward != pair.rejected_reward]
+    selected = [pair for pair in unequal if pair.chosen.strip() and pair.rejected.strip()]
+    selected.sort(key=lambda pair: pair.row)  # stable: a prompt is on one rank
+    if not selected:
+        raise UserError(
+            "rollouts gave no pair: all candidates of a prompt have the same reward, which is "
+            "--missing_eos_penalty where none stops; change --reward_funcs, raise --temperature or "
+            "--num_candidates."
+        )
+    distributed.print_rank0(
+        f"pairs from rollouts: {len(selected)} of {len(pairs)} "
+        f"(dropped {len(pairs) - len(unequal)} of equal reward, {len(unequal) - len(selected)} "
+        "with a blank completion)\n"
+        f"  mean reward of {len(all_rewards)} candidates of {num_prompts} prompts "
+        f"{fmean(all_rewards):.3f}, of the chosen {fmean(p.chosen_reward for p in selected):.3f}, "
+        f"of the rejected {fmean(p.rejected_reward for p in selected):.3f}"
+    )
+    return selected
+
+
+def write_rows(folder: Path, split: str, pairs: Iterable[Pair]) -> None:
+    """Write the pairs of a split, be it a slice as `train[:480]`, as rows of any stage."""
+    columns = ({name: value for name, value in vars(p).items() if name != "row"} for p in pairs)
+    write_atomically(folder / f"{split.partition('[')[0]}.jsonl", map(json_line, columns))
 
 
 if __name__ == "__main__":

@@ -90,12 +90,6 @@ def behind(name: str, *arguments: str) -> Flags:
 
 
 MANY: Flags = {"num_candidates": 5}
-ROLLOUTS: Flags = {
-    "pair_method": "rso_tournament",
-    "reward_funcs": ["LETTERS"],
-    "max_completion_length": 8,
-    "missing_eos_penalty": -0.2,
-}
 LORA: Flags = {"lora_r": 4, "learning_rate": 1e-2}
 FURTHER_LORA: list[Flags] = [LORA, {**LORA, "lora_alpha": 8, "lora_target_modules": ["c_attn"]}]
 
@@ -122,10 +116,6 @@ VARIANTS: dict[str, list[Flags]] = {
         {"reference_free": True},
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
         {"ref_model_name_or_path": "OTHER"},
-        {**ROLLOUTS, "num_candidates": 6, "num_generations": 2, "rejection_temperature": 0.3},
-        {**ROLLOUTS, "pair_method": "best_worst", "temperature": 0.7},
-        {**ROLLOUTS, "pair_method": "all", "num_generations": 2, "penalize_missing_eos": False},
-        {**ROLLOUTS, "reward_funcs": ["LETTERS", "gold"], "reward_weights": [0.5, 1.0]},
         *FURTHER_LORA,
     ],
     "grpo": [

@@ -3,53 +3,24 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from common.config.engine import EngineConfig
 from common.config.flags import (
     OBJECTIVE_ARGS,
-    SMALLEST_TEMPERATURE,
     CompletionFlags,
     FrozenFlags,
     SampleTableFlags,
     flag,
     path_flag,
 )
-from common.config.stages import RowsConfig, TrainConfig
-from common.errors import UserError
+from common.config.stages import SamplingConfig, TrainConfig
 from common.objectives.implicit_reward import ImplicitReward
 
 if TYPE_CHECKING:
     from common.objectives.kinds import PreferenceLoss
 
-PAIRS = (
-    "rso_tournament: random pairs of what rejection sampling accepts; best_worst: one pair; all: "
-    "every pair"
-)
-PAIR_METHODS = ("rso_tournament", "best_worst", "all")
-
 
 @dataclass
-class RolloutPairConfig(FrozenFlags, RowsConfig, EngineConfig):
-    """The flags of sampling preference pairs from a policy."""
-
-    _pairs: ClassVar = "pairs"
-    pair_method: str = flag("rso_tournament", PAIRS, PAIR_METHODS)
-    num_candidates: int = flag(8, "completions sampled per prompt")
-    num_generations: int = flag(4, "rso_tournament: candidates accepted, twice the pairs; even")
-    rejection_temperature: float = flag(
-        0.5, "of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
-    )
-    temperature: float = flag(1.0, "of sampling", ge=SMALLEST_TEMPERATURE)
-    reward_funcs: list[str] = path_flag(
-        [], "as in train_grpo.py: built-ins, file.py:function (your file is run as code), folders"
-    )
-    reward_weights: list[float] = flag([], "one per reward function (empty: 1 each)")
-    missing_eos_penalty: float = flag(-1.0, "reward of a completion that did not stop")
-    penalize_missing_eos: bool = flag(True, "false: such a completion keeps its own reward")
-
-
-@dataclass
-class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfig):
-    """Rows have the columns `prompt`, `chosen` and `rejected`; for rollouts `prompt` will do."""
+class DPOConfig(FrozenFlags, SampleTableFlags, CompletionFlags, TrainConfig, SamplingConfig):
+    """Rows have the columns `prompt`, `chosen` and `rejected`."""
 
     stage: ClassVar = "DPO"
     eval_metrics: ClassVar = ("eval_accuracy", "eval_loss", "eval_reward_margin")
@@ -72,13 +43,6 @@ class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfi
     reference_free: bool = flag(False, "take every completion as equally likely in the reference")
     ref_model_name_or_path: str = path_flag("", "frozen reference (empty: model_name_or_path)")
 
-    _pairs: ClassVar = "pairs"
-    pair_method: str = flag(
-        "dataset",
-        f"dataset: its columns; of completions that the starting policy samples: {PAIRS}",
-        ["dataset", *PAIR_METHODS],
-    )
-
     def __post_init__(self) -> None:
         """Refuse values that no DPO run may have."""
         from common.objectives.find import as_arguments
@@ -90,10 +54,6 @@ class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfi
         objective = self.objective
         settings = {n: value for n, value in objective.settings.items() if n not in objective.flags}
         self.objective_args = as_arguments(settings)
-        if self.pair_method != "dataset":
-            refuse_rollouts(self)
-        elif self.reward_funcs:
-            raise self.refused("reward_funcs", "empty with --pair_method dataset")
 
     @staticmethod
     def objective_kinds() -> "list[type[PreferenceLoss]]":
@@ -119,13 +79,3 @@ class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfi
         if self.label_smoothing or any("label_smoothing" in loss.settings for loss in losses):
             settings["label_smoothing"] = self.label_smoothing
         return PreferenceLoss.find(self.loss_type, self.objective_args, **settings)
-
-
-def refuse_rollouts(config: RolloutPairConfig) -> None:
-    """Raise a UserError for rollouts that give no pairs."""
-    if not config.reward_funcs:
-        raise UserError("--reward_funcs is required: gold, file.py:function, or model folders.")
-    num_accepted = config.num_generations if config.pair_method == "rso_tournament" else 2
-    if not 2 <= num_accepted <= config.num_candidates or num_accepted % 2:
-        most = f"at most --num_candidates, {config.num_candidates}"
-        raise config.refused("num_generations", f"even, at least 2 and {most}")

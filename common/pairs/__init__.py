@@ -1,4 +1,4 @@
-"""Pairs of completions: where they come from, and their reference log-probs.
+"""Pairs of completions: their log-probabilities under the reference.
 
-Face: reference, from_rollouts.
+Face: reference.
 """

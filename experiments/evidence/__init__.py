@@ -2,5 +2,5 @@
 
 `make` the recorded figures, `tables` their places in the pages; `bench` speed and quality against
 TRL; `conformance` objectives against other libraries; `optimum` where objectives end; `one_file`
-the whole chain in plain PyTorch; `exercises` one-line changes of the code.
+the whole chain in plain PyTorch.
 """

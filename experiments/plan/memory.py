@@ -99,10 +99,7 @@ def parameter_bytes(run: Run, model: Footprint, shards: int, *, trains: bool = T
 
 
 def models_of(run: Run) -> list[Footprint]:
-    """Models that stay in memory while the policy trains.
-
-    DPO frees its reference, which scored ahead, and reward models that judged its rollouts.
-    """
+    """Models that stay in memory while the policy trains; DPO's reference scored ahead."""
     if isinstance(run.config, DPOConfig):
         return [run.policy]
     return [run.policy, *([run.reference] if run.reference else []), *run.reward_models]
@@ -202,14 +199,12 @@ def scoring_moment(run: Run, name: str, model: Footprint, base: Columns) -> Mome
 
 
 def sampling_moments(run: Run, base: Columns) -> list[Moment]:
-    """Rollouts and their rewards; of DPO before the policy trains; else the printed samples.
+    """GRPO's rollouts and their rewards; else the printed samples.
 
     What a server that samples takes is not counted.
     """
     config = run.config
-    if isinstance(config, DPOConfig) and config.pair_method != "dataset":
-        base = resident(run, [run.policy, *run.reward_models], trains=False)
-    elif not isinstance(config, GRPOConfig):
+    if not isinstance(config, GRPOConfig):
         if not (isinstance(config, SamplingConfig) and config.num_sample_prompts):
             return []
         return [rollout_moment(run, base, config.num_sample_prompts, 1)]

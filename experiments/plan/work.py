@@ -156,7 +156,7 @@ def step_flops(run: Run) -> dict[str, float]:
             operations["old log-probabilities"] = scored
     if has_reference(config):
         operations["reference"] = forward(run.reference or policy, run.num_completions)
-    if isinstance(config, GRPOConfig) and run.reward_models:  # DPO has them before its steps
+    if isinstance(config, GRPOConfig) and run.reward_models:
         operations["rewards"] = sum(forward(m, config.num_candidates) for m in run.reward_models)
     return operations
 

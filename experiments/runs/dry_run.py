@@ -14,11 +14,11 @@ from transformers import AutoModelForSequenceClassification
 from common import distributed
 from common.errors import UserError
 from common.model import load
-from common.record.jsonl import json_line, write_atomically
 from common.rewards.score import RewardFunctions
 from common.text.reading import held_out_split, load_rows
 from experiments.runs import stages
 from experiments.runs.stages import Stage
+from experiments.sample_pairs import Pair, write_rows
 
 
 class Started(Exception):  # noqa: N818 - a stage has come to its weights
@@ -80,8 +80,8 @@ def write_model(stage: Stage, config: Any, auto_class: Any, path: str, model_con
 
 def write_pairs(stage: Stage, config: Any) -> None:
     """Pairs of the right form, of the prompts that a policy would be asked."""
-    for split in (config.dataset_train_split, held_out_split(config, config.dataset_name)):
+    held_out = held_out_split(config, config.dataset_name)
+    for split in filter(None, (config.dataset_train_split, held_out)):
         rows = load_rows(config, config.dataset_name, split, "prompts")
-        answers = {"chosen": " yes", "rejected": " no"}
-        pairs = (json_line({"prompt": str(row["prompt"]), **answers}) for row in rows)
-        write_atomically(stage.output_dir / f"{split}.jsonl", pairs)
+        pairs = (Pair(0, str(row["prompt"]), " yes", " no", 1.0, 0.0) for row in rows)
+        write_rows(stage.output_dir, split, pairs)

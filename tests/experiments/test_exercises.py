@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from assets.recipes.exercises import exercises
+from assets.recipes.exercises.exercises import COMMANDS, EXERCISES, ROOT, Exercise
 from common.config.parser import parse
 from common.errors import UserError
 from common.record.glossary import METRICS
-from experiments.evidence import exercises
-from experiments.evidence.exercises import COMMANDS, EXERCISES, ROOT, Exercise
 from experiments.evidence.records.studies import cells, printed
 from experiments.runs.stages import config_class
 

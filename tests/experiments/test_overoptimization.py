@@ -34,7 +34,6 @@ from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.record.jsonl import read_jsonl
-from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from experiments.runs import stages
 from experiments.runs.overoptimization import __main__ as overoptimization
@@ -152,10 +151,9 @@ def test_a_checkpoint_is_measured_as_the_model_that_was_exported_from_it(folder)
 
 def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(tmp_path):
     rewards = torch.tensor([[1.0, 3.0, 2.0, 9.0], [5.0, 5.0, 0.0, -1.0]])
-    rollouts = Rollouts.of([[10 + i, 0] for i in range(8)], [[0.0, 0.0]] * 8, [True] * 8)
     texts = [f" text {i}" for i in range(8)]
     examples = [data.Example(i, f"prompt {i}", [1], [], {}) for i in range(2)]
-    write_optimised(tmp_path, examples, rollouts, texts, rewards, [1, 3, 4])
+    write_optimised(tmp_path, examples, texts, rewards, [1, 3, 4])
     best = {1: [0, 4], 3: [1, 4], 4: [3, 4]}
     for size, places in best.items():
         rows = read_jsonl(tmp_path / f"best_of_{size}.jsonl")

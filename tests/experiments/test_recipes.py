@@ -69,6 +69,7 @@ def test_every_chain_has_its_stages():
         **SHORT_CHAINS,
         "sentiment": SENTIMENT,
         "film": ("sft", "reward", "evaluate"),
+        "iterative": ("pairs",),
     }
     recipes = {path.relative_to(RECIPES).as_posix() for path in FILES}
     assert recipes == {f"{chain}/{stage}.yaml" for chain in stages for stage in stages[chain]}

@@ -233,19 +233,17 @@ def test_iterative_dpo_and_grpo_sample_and_train_on_as_much(monkeypatch):
     for stage, _ in read_sweep(str(RECIPES / "iterative" / "demo.yaml")).training(0):
         config = config_of(stage)
         runs[stage.output_dir.name] = runs.get(stage.output_dir.name, config)
-    grpo, rounds = runs["grpo"], [runs[f"round_{i}"] for i in (1, 2, 3)]
+    grpo, once, rounds = runs["grpo"], runs["once"], [runs[f"round_{i}"] for i in (1, 2, 3)]
     sampled = grpo.max_steps * grpo.batch_size * grpo.num_candidates
-    rows = [
-        len(load_rows(run, "synthetic", run.dataset_train_split, "prompts"))
-        for run in (runs["once"], *rounds)
-    ]
-    prompts = zip(rows, (runs["once"], *rounds), strict=True)
-    assert [config * run.num_candidates for config, run in prompts] == [sampled, *[sampled / 3] * 3]
-    assert runs["once"].max_steps == sum(run.max_steps for run in rounds) == grpo.max_steps
-    for run in (runs["once"], *rounds):
-        assert run.num_generations == grpo.num_generations
+    for run, share in ((once, 1), *((run, 3) for run in rounds)):
+        pairs = runs[Path(run.dataset_name).name]
+        prompts = load_rows(pairs, "synthetic", pairs.dataset_train_split, "prompts")
+        assert len(prompts) * pairs.num_candidates == sampled / share
+        assert pairs.model_name_or_path == run.model_name_or_path
+        assert pairs.num_generations == grpo.num_generations
         assert 2 * run.batch_size == grpo.batch_size * grpo.num_generations
         assert run.learning_rate == grpo.learning_rate
+    assert once.max_steps == sum(run.max_steps for run in rounds) == grpo.max_steps
 
 
 @pytest.mark.usefixtures("few_resamples")

@@ -1,4 +1,4 @@
-"""Claim: every loss, option and source of pairs trains what its paper says, on any number of ranks.
+"""Claim: every loss and option trains what its paper says, on any number of ranks.
 
 Runs of a few steps with a model of two layers, on one rank and on two, whose first loss is worked
 out here from plain log-probabilities; and the flags that contradict each other.
@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 from ranks import launch, run_stages, untimed_lines
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 import evaluate
 import train_dpo
@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.model import load
 from common.padding import padded_batch
-from common.pairs import from_rollouts, reference
+from common.pairs import reference
 from common.record.jsonl import read_jsonl
 from common.report import evaluation_report
 from train_dpo import DPOConfig
@@ -47,12 +47,6 @@ COMMON = {
     "num_sample_prompts": 1,
     "lr_scheduler_type": "constant",
 }
-ROLLOUTS = {
-    "pair_method": "rso_tournament",
-    "reward_funcs": ["FOLDER/judge.py:reward"],
-    "num_candidates": 6,
-    "missing_eos_penalty": -0.5,
-}
 JOBS: dict[str, dict[str, Any]] = {
     "sum": {
         "loss_type": ["sigmoid", "ipo", "hinge", "sft"],
@@ -67,8 +61,6 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "simpo": {"loss_type": ["simpo"], "objective_args": ["gamma=0.5"], "beta": 2.0},
     "reference_free": {"reference_free": True, "label_smoothing": 0.1},
-    "rso": {**ROLLOUTS, "num_generations": 4, "rejection_temperature": 0.3},
-    "best_worst": {**ROLLOUTS, "pair_method": "best_worst"},
     "padded": {"layout": "padded"},
 }
 REWARD_JOBS: dict[str, dict[str, Any]] = {
@@ -96,21 +88,6 @@ def flags_of(folder: Path, output_dir: Path, flags: dict[str, Any]) -> dict[str,
     paths = {"model_name_or_path": folder / "start", "dataset_name": folder / "train.jsonl"}
     paths |= {"output_dir": output_dir}
     return flags | {name: str(path) for name, path in paths.items()}
-
-
-def save_model(folder: Path, tokenizer_folder: Path, seed: int) -> None:
-    """Random weights that stop with a chance of about 5 % at each token."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    torch.manual_seed(seed)
-    eos = tokenizer.eos_token_id
-    shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 96}
-    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, **shape)
-    lm = GPT2LMHeadModel(config)
-    with torch.no_grad():
-        lm.transformer.wte.weight *= 5
-        lm.transformer.wte.weight[eos] = 0.25
-        lm.transformer.ln_f.bias += 0.5
-    tiny.save(lm, folder, tokenizer)
 
 
 def uneven_first_step(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
@@ -142,21 +119,14 @@ def make_pairs() -> list[dict[str, Any]]:
     return rows
 
 
-REWARD_FUNCTION = """
-def reward(completions, **columns):
-    return [len(set(text)) / 8 for text in completions]
-"""
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Runs:
     """Every job on one rank, then on two."""
     folder = tmp_path_factory.mktemp("dpo")
-    save_model(folder / "start", tokenizer_folder, seed=1)
-    save_model(folder / "other", tokenizer_folder, seed=2)
+    tiny.save_stopping_model(folder / "start", tokenizer_folder, seed=1)
+    tiny.save_stopping_model(folder / "other", tokenizer_folder, seed=2)
     pairs = make_pairs()
     tiny.write_rows(folder / "train.jsonl", pairs)
-    (folder / "judge.py").write_text(REWARD_FUNCTION)
     uneven = uneven_first_step(pairs, AutoTokenizer.from_pretrained(tokenizer_folder))
     for num_ranks in (1, 2):
         jobs = JOBS | REWARD_JOBS | ({"uneven": uneven} if num_ranks == 2 else {})
@@ -362,29 +332,11 @@ def test_the_first_loss_is_ln_2_to_the_last_digit(runs, tmp_path, layout, bf16, 
         assert [line["accuracy"] for line in lines] == [0.5] * 3  # every pair is a tie
 
 
-# ---- pairs from rollouts -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("job", ["rso", "best_worst"])
-def test_pairs_from_rollouts_do_not_depend_on_the_ranks(runs, job):
-    files = [runs.folder / str(n) / job / "pairs.jsonl" for n in (1, 2)]
-    assert files[0].read_text() == files[1].read_text()
-    rows = read_jsonl(files[0])
-    assert 3 <= len(rows) <= {"rso": 2 * NUM_ROWS, "best_worst": NUM_ROWS}[job]
-    for row in rows:
-        rewards = [len(set(row[name])) / 8 for name in ("chosen", "rejected")]
-        # A completion that did not stop has the penalty instead.
-        assert row["chosen_reward"] in (rewards[0], -0.5)
-        assert row["rejected_reward"] in (rewards[1], -0.5)
-        assert row["chosen_reward"] > row["rejected_reward"]
-    assert runs.series(1, job, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
-
-
 @pytest.mark.usefixtures("process_group", "without_pictures")
-def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypatch):
-    """It ends in the same bits; of other flags, or from the start, the pairs are sampled anew."""
+def test_a_resumed_run_scores_no_pair_again(runs, tmp_path, monkeypatch):
+    """It ends in the same bits; of another reference, or from the start, it scores anew."""
     more = {"max_steps": 4, "save_steps": 2, "num_sample_prompts": 0, "micro_batch_size": 8}
-    flags = flags_of(runs.folder, tmp_path / "run", ROLLOUTS | more)
+    flags = flags_of(runs.folder, tmp_path / "run", more)
     train_dpo.main(DPOConfig(**flags))
     weights = tmp_path / "run" / "model" / "model.safetensors"
     whole, lines = weights.read_bytes(), untimed_lines(tmp_path / "run")
@@ -395,14 +347,16 @@ def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypa
         raise AssertionError("it was made before")
 
     with monkeypatch.context() as patch:
-        patch.setattr(from_rollouts, "pairs_from_rollouts", refuse)
         patch.setattr(reference, "training_logps", refuse)
         train_dpo.main(DPOConfig(**flags))
         assert weights.read_bytes() == whole
         assert untimed_lines(tmp_path / "run") == lines
         for anew in (
             {"resume_from_checkpoint": "none"},
-            {"seed": 5, "resume_from_checkpoint": "latest"},
+            {
+                "ref_model_name_or_path": str(runs.folder / "other"),
+                "resume_from_checkpoint": "latest",
+            },
         ):
             with pytest.raises(AssertionError, match="made before"):
                 train_dpo.main(DPOConfig(**flags | anew))
@@ -473,8 +427,6 @@ def test_which_runs_need_a_reference():
     assert not needs_reference(reference_free=True)
 
 
-ROLLOUT_FLAGS = {"pair_method": "rso_tournament", "reward_funcs": ["gold"]}
-EVEN = "it must be even, at least 2 and at most --num_candidates, 8"
 REFUSED = [
     ({"loss_type": []}, "--loss_type is required"),
     ({"loss_type": ["dpo"]}, "--loss_type is 'dpo'; it must be file.py:function, or one of"),
@@ -483,11 +435,6 @@ REFUSED = [
     ({"loss_type": ["ipo", "hinge"], "label_smoothing": 0.1}, "ipo hinge has no setting 'label_sm"),
     ({"objective_args": ["gamma=0.5"]}, "--loss_type sigmoid has no setting 'gamma'; its settings"),
     ({"loss_type": ["simpo"], "objective_args": ["gamma=x"]}, "gamma=x; it must be float"),
-    ({"pair_method": "rso_tournament"}, "--reward_funcs is required"),
-    ({**ROLLOUT_FLAGS, "num_generations": 3}, f"--num_generations is 3; {EVEN}"),
-    ({**ROLLOUT_FLAGS, "num_generations": 10}, f"--num_generations is 10; {EVEN}"),
-    ({**ROLLOUT_FLAGS, "temperature": 0.0}, "--temperature is 0.0"),
-    ({**ROLLOUT_FLAGS, "pair_method": "worst"}, "--pair_method is 'worst'"),
 ]
 
 

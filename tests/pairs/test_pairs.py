@@ -6,19 +6,22 @@ pair without a difference is dropped and counted.
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from ranks import arguments, launch
 
 import train_reward
 from common import advantages
+from common.config.parser import parse
 from common.data import Example
 from common.errors import UserError
-from common.pairs import from_rollouts
 from common.sampling.sampler import Rollouts
 from common.text.reading import load_rows
+from experiments import sample_pairs
 
 SEEDS = torch.arange(3000)
 PROMPT = Example(4, "A prompt TL;DR:", [5, 6], [], {"facts": 1}, "tldr")
@@ -27,7 +30,7 @@ PROMPT = Example(4, "A prompt TL;DR:", [5, 6], [], {"facts": 1}, "tldr")
 def choose(rewards: torch.Tensor, method: str, num_accepted: int = 4, seeds: Any = None) -> Any:
     seeds = torch.arange(len(rewards)) if seeds is None else seeds
     options = {"num_accepted": num_accepted, "temperature": 0.5, "seeds": seeds}
-    return from_rollouts.choose_pairs(rewards, method=method, **options)
+    return sample_pairs.choose_pairs(rewards, method=method, **options)
 
 
 def test_best_worst_by_hand():
@@ -80,65 +83,131 @@ def test_equal_texts_are_one_before_pairs_are_drawn(method: str):
     texts = torch.tensor([7, 7, 3, 3]).expand(200, 4)
     options = {"method": method, "temperature": 0.1, "seeds": seeds, "texts": texts}
     for num_accepted in (2, 4):
-        chosen = from_rollouts.choose_pairs(rewards, num_accepted=num_accepted, **options)
+        chosen = sample_pairs.choose_pairs(rewards, num_accepted=num_accepted, **options)
         for pairs in chosen.tolist():
             assert [pair for pair in pairs if pair != [-1, -1]] == [[0, 2]]
     ids = [[5, 0], [5, 0], [6, 0], [6, 0]]
     rollouts = Rollouts.of(ids, [], [True] * 4)
     assert rollouts.numbered(1).tolist() == [[0, 0, 1, 1]]
-    assert len(sampled([0], rollouts, ["a", "a", "b", "b"], rewards[:1], chosen[:1])) == 1
+    assert len(sampled([0], ["a", "a", "b", "b"], rewards[:1], chosen[:1])) == 1
 
 
-def sampled(rows: list[int | None], *candidates: Any) -> list[from_rollouts.SampledPair]:
+def sampled(rows: list[int | None], *candidates: Any) -> list[sample_pairs.Pair]:
     """Of prompts with these rows, a filler where it is None."""
     is_real = torch.tensor([row is not None for row in rows])
     examples = [replace(PROMPT, row=row or 0) for row in rows]
-    return from_rollouts.sampled_pairs(examples, is_real, *candidates)
-
-
-def rollouts_of(texts: list[str]) -> Rollouts:
-    tokenizer = tiny.tokenizer()
-    ids = [[*tokenizer(text)["input_ids"], 0] for text in texts]
-    return Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True] * len(ids))
+    return sample_pairs.as_pairs(examples, is_real, *candidates)
 
 
 def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted(capsys):
     texts = [" a", " b", " c", " d", " ", " e", " f", " g"]
     rewards = torch.tensor([[1.0, 0.5], [0.25, 0.25], [1.0, 0.0], [9.0, 8.0]])
     chosen = torch.tensor([[[0, 1]], [[0, 1]], [[0, 1]], [[0, 1]]])
-    pairs = sampled([7, 3, 5, None], rollouts_of(texts), texts, rewards, chosen)
+    pairs = sampled([7, 3, 5, None], texts, rewards, chosen)
     assert len(pairs) == 3  # a filler counts nowhere
-    (pair,) = from_rollouts.informative_pairs(pairs, rewards[:3].flatten().tolist(), 3)
-    assert (pair.example.row, pair.texts, pair.rewards) == (7, [" a", " b"], [1.0, 0.5])
+    (pair,) = sample_pairs.informative_pairs(pairs, rewards[:3].flatten().tolist(), 3)
+    assert pair == sample_pairs.Pair(7, PROMPT.prompt, " a", " b", 1.0, 0.5)
     said = capsys.readouterr().out
     assert "1 of 3 (dropped 1 of equal reward, 1 with a blank completion)" in said
     assert "mean reward of 6 candidates of 3 prompts 0.500, of the chosen 1.000, of" in said
     with pytest.raises(UserError, match="all candidates of a prompt have the same reward"):
-        from_rollouts.informative_pairs([], [], 1)
+        sample_pairs.informative_pairs([], [], 1)
 
 
 def test_pairs_of_all_ranks_stand_in_the_order_of_the_prompts():
     texts, rewards = [" a", " b", " c", " d"], torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     chosen = torch.tensor([[[0, 1]], [[0, 1]]])
-    pairs = sampled([3, 0], rollouts_of(texts), texts, rewards, chosen)
-    pairs += sampled([2, 1], rollouts_of(texts), texts, rewards, chosen)
-    kept = from_rollouts.informative_pairs(pairs, [], 4)
-    assert [pair.example.row for pair in kept] == [0, 1, 2, 3]
+    pairs = sampled([3, 0], texts, rewards, chosen)
+    pairs += sampled([2, 1], texts, rewards, chosen)
+    kept = sample_pairs.informative_pairs(pairs, rewards.flatten().tolist(), 4)
+    assert [pair.row for pair in kept] == [0, 1, 2, 3]
 
 
 def test_written_pairs_are_rows_of_every_stage(tmp_path):
     texts = [" one two\u2028", " three"]
     rewards = torch.tensor([[0.5, 0.75]])
     order = torch.tensor([[[1, 0]]])
-    pairs = sampled([0], rollouts_of(texts), texts, rewards, order)
-    file = tmp_path / "run" / "pairs.jsonl"
-    from_rollouts.write_jsonl(file, pairs)
+    pairs = sampled([0], texts, rewards, order)
+    sample_pairs.write_rows(tmp_path / "run", "train[:9]", pairs)
     row = {"prompt": "A prompt TL;DR:", "chosen": " three", "rejected": " one two\u2028"}
     rewards = {"chosen_reward": 0.75, "rejected_reward": 0.5}
-    assert load_rows(tiny.train_config(), str(file), "train", "preference") == [row | rewards]
-    example = pairs[0].example
-    assert example.completions == [rollouts_of(texts).completion_ids[i] for i in (1, 0)]
-    assert (example.row, example.prompt_ids, example.columns) == (0, [5, 6], {"facts": 1})
+    assert load_rows(tiny.train_config(), f"{tmp_path}/run", "train", "preference") == [
+        row | rewards
+    ]
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+REWARD_FUNCTION = """
+def reward(completions, **columns):
+    return [len(set(text)) / 8 for text in completions]
+"""
+NUM_PROMPTS = 7
+METHODS = {"rso_tournament": 2, "best_worst": 1}  # pairs of a prompt at most
+
+
+def sample(jobs: list[dict[str, Any]]) -> None:
+    """Run the command on this rank, once for each job's flags."""
+    for flags in jobs:
+        sample_pairs.main(parse(sample_pairs.PairsConfig, arguments(flags)))
+
+
+def test_sampled_pairs_do_not_depend_on_the_ranks(tmp_path, tokenizer_folder):
+    """Two ranks pack their prompts into unequal micro-batches, and one has a filler."""
+    tiny.save_stopping_model(tmp_path / "start", tokenizer_folder, seed=1)
+    (tmp_path / "judge.py").write_text(REWARD_FUNCTION)
+    rows = [{"prompt": f"A story about number {i % 4}.\n\nTL;DR:"} for i in range(NUM_PROMPTS)]
+    tiny.write_rows(tmp_path / "rows" / "train.jsonl", rows)
+    tiny.write_rows(tmp_path / "rows" / "validation.jsonl", rows[:3])
+    flags: dict[str, Any] = {
+        "model_name_or_path": str(tmp_path / "start"),
+        "dataset_name": str(tmp_path / "rows"),
+        "dataset_train_split": f"train[:{NUM_PROMPTS}]",
+        "reward_funcs": f"{tmp_path}/judge.py:reward",
+        "max_prompt_length": 64,
+        "max_completion_length": 16,
+        "batch_size": 4,
+        "num_candidates": 6,
+        "missing_eos_penalty": -0.5,
+        "rejection_temperature": 0.3,
+    }
+    for num_ranks, size in {1: {"micro_batch_size": 8}, 2: {"micro_batch_tokens": 60}}.items():
+        folders = {method: str(tmp_path / str(num_ranks) / method) for method in METHODS}
+        jobs = [
+            {**flags, **size, "pair_method": method, "output_dir": folder}
+            for method, folder in folders.items()
+        ]
+        launch(sample, num_ranks, tmp_path, jobs=jobs)
+    for method, split in product(METHODS, ("train", "validation")):
+        files = [tmp_path / str(n) / method / f"{split}.jsonl" for n in (1, 2)]
+        assert files[0].read_text() == files[1].read_text()
+        pairs = load_rows(tiny.train_config(), str(files[0].parent), split, "preference")
+        assert 0 < len(pairs) <= METHODS[method] * (NUM_PROMPTS if split == "train" else 3)
+        for row in pairs:
+            rewards = [len(set(row[name])) / 8 for name in ("chosen", "rejected")]
+            # A completion that did not stop has the penalty instead.
+            assert row["chosen_reward"] in (rewards[0], -0.5)
+            assert row["rejected_reward"] in (rewards[1], -0.5)
+            assert row["chosen_reward"] > row["rejected_reward"]
+
+
+EVEN = "it must be even, at least 2 and at most --num_candidates, 8"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reward_funcs": []}, "--reward_funcs is required"),
+        ({"num_generations": 3}, f"--num_generations is 3; {EVEN}"),
+        ({"num_generations": 10}, f"--num_generations is 10; {EVEN}"),
+        ({"temperature": 0.0}, "--temperature is 0.0"),
+        ({"pair_method": "worst"}, "--pair_method is 'worst'"),
+    ],
+)
+def test_flags_that_make_no_pairs_are_refused(fields, message):
+    with pytest.raises(UserError) as refusal:
+        sample_pairs.PairsConfig(**({"output_dir": "unused", "reward_funcs": ["gold"]} | fields))
+    assert message in str(refusal.value)
 
 
 # ---- margins and lengths of pairs ----------------------------------------------------------------

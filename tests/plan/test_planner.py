@@ -43,7 +43,6 @@ BLOCK = 12 * WIDTH**2 + (3 + 1 + 4 + 1) * WIDTH + 4 * WIDTH
 ROOT = (VOCABULARY + POSITIONS) * WIDTH + 2 * WIDTH
 NUMBERS = LAYERS * BLOCK + ROOT
 GRPO: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"]}
-ROLLOUTS: dict[str, Any] = {**GRPO, "config": DPOConfig, "pair_method": "rso_tournament"}
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +132,6 @@ def test_under_bfloat16_what_is_frozen_takes_two_bytes(shapes: Path):
     offloaded = {"cpu_offload": True, "on_gpu": True}
     on_host = memory.host_bytes(run_of(shapes, **grpo, **offloaded))
     assert on_host[0] == (4 + 2 + 3 * 4) * NUMBERS
-    assert sizes(run_of(shapes, **ROLLOUTS, bf16=True), 1, "rollout")["parameters"] == 2 * NUMBERS
     fields = json.loads((shapes / "gpt2.json").read_text())
     for dtype, size in (("float32", copied), ("bfloat16", 2)):
         (shapes / f"gpt2-{dtype}.json").write_text(json.dumps(fields | {"dtype": dtype}))
@@ -378,14 +376,6 @@ def test_every_rank_samples_from_a_whole_copy(shapes: Path):
     assert "rollout" not in {moment.name for moment in memory.moments(elsewhere.on(8))}
 
 
-def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
-    sampling = sizes(run_of(shapes, **ROLLOUTS), 1, "rollout")
-    assert "optimiser" not in sampling
-    assert sampling["parameters"] == 4 * NUMBERS
-    names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig))]
-    assert "rollout" not in names
-
-
 # ---- saving --------------------------------------------------------------------------------------
 
 
@@ -412,14 +402,6 @@ def test_adapters_are_saved_alone_and_an_updated_reference_too(shapes: Path):
     assert memory.saved_bytes(run_of(shapes, **flags, **grpo)) == 16 * NUMBERS
     inside = run_of(shapes, **flags, **grpo, lora_r=4)
     assert memory.saved_bytes(inside) == 16 * inside.policy.numbers(trained=True)
-
-
-def test_dpo_saves_when_what_scored_ahead_is_gone(shapes: Path):
-    flags = ROLLOUTS | {"generation_batch_size": 4096, "batch_size": 64, "micro_batch_tokens": 64}
-    moments = {m.name: m for m in memory.moments(run_of(shapes, **flags, save_steps=1))}
-    assert moments["rollout"].total > moments["loss"].total  # so that the claim says something
-    assert "cache" not in moments["save"].columns
-    assert moments["save"].columns["optimiser"] == 8 * NUMBERS
 
 
 def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):

@@ -30,6 +30,7 @@ from common.sampling.engine import new_sampler
 from common.sampling.sampler import Sampler
 from common.sampling.vllm import server
 from common.sampling.vllm.sampler import EngineSampler
+from experiments import sample_pairs
 
 pytestmark = pytest.mark.usefixtures("process_group")
 STOP = 0
@@ -322,12 +323,14 @@ def test_a_table_that_cannot_be_sampled_is_left_out(served, model, tmp_path, cap
 
 
 def test_pairs_come_from_the_server(served, model, tmp_path):
-    flags = {"pair_method": "rso_tournament", "num_candidates": 4, "batch_size": 4, "max_steps": 1}
-    flags |= {"penalize_missing_eos": "false", "require_stop_token": "false"}
-    assert ended([job(tmp_path / "run", served, model, "dpo", TASK | flags)]) == ""
-    assert served.calls.count("/inference/v1/generate") == 12
-    assert served.calls.count("/start_weight_update") == 1  # the starting policy's
-    assert read_jsonl(tmp_path / "run" / "pairs.jsonl")
+    flags = {k: v for k, v in TASK.items() if k != "num_sample_prompts"}
+    flags |= {"num_candidates": 4, "batch_size": 4, "penalize_missing_eos": "false"}
+    words = ranks.arguments(job(tmp_path / "pairs", served, model, "", flags)["flags"])
+    sample_pairs.main(parse(sample_pairs.PairsConfig, words))
+    assert served.calls.count("/inference/v1/generate") == 12 + 4
+    assert served.calls.count("/start_weight_update") == 1
+    for split in ("train", "validation"):
+        assert read_jsonl(tmp_path / "pairs" / f"{split}.jsonl")
 
 
 def test_an_evaluation_samples_from_every_policy_by_the_server(served, model, tmp_path):

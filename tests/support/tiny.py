@@ -18,7 +18,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from common import distributed
 from common.checkpoint.checkpointer import Checkpointer
@@ -151,6 +158,21 @@ def save(lm: Any, folder: Path, of: Any = None) -> str:
     lm.save_pretrained(folder)
     (of or tokenizer()).save_pretrained(folder)
     return str(folder)
+
+
+def save_stopping_model(folder: Path, tokenizer_folder: Path, seed: int) -> None:
+    """Random weights that stop with a chance of about 5 % at each token."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    torch.manual_seed(seed)
+    eos = tokenizer.eos_token_id
+    shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 96}
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, **shape)
+    lm = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        lm.transformer.wte.weight *= 5
+        lm.transformer.wte.weight[eos] = 0.25
+        lm.transformer.ln_f.bias += 0.5
+    save(lm, folder, tokenizer)
 
 
 def chatml_tokenizer(eos_token: str = "<|im_end|>", vocab_size: int = 1024) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from experiments.evidence.exercises import questions
+from assets.recipes.exercises.exercises import questions
 from experiments.evidence.records.studies import printed
 
 TABLES: dict[str, Callable[[], str]] = {

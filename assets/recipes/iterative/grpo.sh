@@ -7,7 +7,8 @@
 set -euo pipefail
 
 PYTHON=${PYTHON:-.venv/bin/python}
-RECIPES=${RECIPES:-assets/recipes/demo}  # of its dpo.yaml only the data and limits are used
+RECIPES=${RECIPES:-assets/recipes/demo}
+PAIRS=${PAIRS:-assets/recipes/iterative/pairs.yaml}
 LABELS=${LABELS:-gold}                   # who labels the pairs: the true reward, file.py:function, a model
 ITERATIONS=${ITERATIONS:-2}
 STEPS=${STEPS:-30}                       # of GRPO, and of the reward model, in an iteration
@@ -29,13 +30,13 @@ for i in $(seq 1 "$ITERATIONS"); do
         --max_steps "$STEPS" --seed "$i" --output_dir "$folder/grpo"
     policy=$folder/grpo/model
 
-    # 2. Fresh pairs of its completions (a step of DPO, whose model is not used, writes pairs.jsonl)
-    $PYTHON train_dpo.py --config "$RECIPES/dpo.yaml" --model_name_or_path "$policy" \
+    # 2. Fresh pairs of its completions
+    $PYTHON -m experiments.sample_pairs --config "$PAIRS" --model_name_or_path "$policy" \
         --pair_method best_worst --reward_funcs "$LABELS" \
-        --num_train_rows "$PROMPTS" --dataset_test_split "" --max_steps 1 --seed "$i" --output_dir "$folder/pairs"
+        --num_train_rows "$PROMPTS" --dataset_test_split "" --seed "$i" --output_dir "$folder/pairs"
 
     # 3. The reward model goes on, a tenth of its rows replayed
-    fresh=$folder/pairs/pairs.jsonl
+    fresh=$folder/pairs/train.jsonl
     replayed=$(($(wc -l < "$fresh") / 9))
     cat "$fresh" <(shuf -n "$replayed" --random-source=<(yes "$i") "$history") > "$folder/rows.jsonl"
     cat "$fresh" >> "$history"

@@ -16,15 +16,14 @@ from common.checkpoint import layout
 from common.data import Example
 from common.errors import UserError
 from common.noise import derive_seed, permutation
-from common.pairs.from_rollouts import higher_first, informative_pairs, sampled_pairs, write_jsonl
 from common.record.jsonl import json_line, write_atomically
-from common.sampling.sampler import Rollouts
 from common.text.reading import load_rows
 from experiments.runs import stages
 from experiments.runs.overoptimization.config import OveroptimizationConfig
 from experiments.runs.overoptimization.measuring import Measured, Measurer
 from experiments.runs.overoptimization.summary import SeedPoints
 from experiments.runs.stages import Stage
+from experiments.sample_pairs import as_pairs, higher_first, informative_pairs, write_rows
 
 Item = TypeVar("Item")
 
@@ -125,7 +124,7 @@ class Chain:
         rollouts = measurer.draw(measurer.reference, examples, number)
         rewards = measurer.proxy_rewards(examples, rollouts)  # (N, K)
         texts = rollouts.texts(measurer.vocabulary.tokenizer)
-        write_optimised(folder, examples, rollouts, texts, rewards, sizes)
+        write_optimised(folder, examples, texts, rewards, sizes)
         stages.write_mark(folder, made_by, MARK)
         del self.measurer, measurer  # the next stages need the memory
         gc.collect()
@@ -175,8 +174,7 @@ def choose(rows: Sequence[Item], config: OveroptimizationConfig, field: str) -> 
 def write_optimised(
     folder: Path,
     examples: Sequence[Example],  # N prompts
-    rollouts: Rollouts,  # K completions of each, K even
-    texts: Sequence[str],  # the same as N*K texts
+    texts: Sequence[str],  # N*K, K completions of each, K even
     rewards: Tensor,  # (N, K) of the proxy
     sizes: Sequence[int],
 ) -> None:
@@ -188,9 +186,9 @@ def write_optimised(
     neighbours = torch.arange(num_candidates).view(-1, 2).expand(len(examples), -1, -1)
     every = torch.ones_like(rewards, dtype=torch.bool)
     labelled = higher_first(rewards, neighbours, every)  # (N, K / 2, 2)
-    pairs = sampled_pairs(examples, every[:, 0], rollouts, texts, rewards, labelled)
+    pairs = as_pairs(examples, every[:, 0], texts, rewards, labelled)
     pairs = informative_pairs(pairs, rewards.flatten().tolist(), len(examples))
-    write_jsonl(folder / "pairs.jsonl", pairs)
+    write_rows(folder, "pairs", pairs)
     for size in sizes:
         best = rewards[:, :size].argmax(1) + torch.arange(len(examples)) * num_candidates  # (N,)
         rows = [

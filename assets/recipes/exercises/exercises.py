@@ -1,8 +1,8 @@
 """One-line changes of the code: what a stage measures before and after each.
 
     make demo                              # the models that the changes are tried on
-    python -m experiments.evidence.exercises        # all: 9 minutes on a CPU
-    python -m experiments.evidence.exercises 1 5    # some
+    python -m assets.recipes.exercises.exercises        # all: 9 minutes on a CPU
+    python -m assets.recipes.exercises.exercises 1 5    # some
 
 Each change is made in a copy of the code. `docs/reading.md` has the questions. The runs are in
 `output_dir`.
@@ -37,7 +37,7 @@ class Exercise:
     question: str
 
 
-RECIPE = yaml.safe_load((ROOT / "assets" / "recipes" / "exercises" / "demo.yaml").read_text())
+RECIPE = yaml.safe_load(Path(__file__).with_name("demo.yaml").read_text())
 COMMANDS: dict[str, str] = RECIPE["commands"]
 EXERCISES = [Exercise(**entry) for entry in RECIPE["exercises"]]
 
