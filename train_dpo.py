@@ -23,8 +23,6 @@ grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their diff
 import gc
 from collections.abc import Sequence
 
-import torch
-
 from common import data, distributed, launch, scoring, self_checks
 from common.config.dpo import DPOConfig
 from common.data import Example
@@ -32,13 +30,14 @@ from common.evaluation import pair_scores
 from common.forward import Policy
 from common.losses import sequence_logps
 from common.model import fsdp, load
-from common.pairs.reference import ReferenceScores, load_reference
+from common.pairs.reference import PairReference
 from common.run import Run
 
 
 def main(config: DPOConfig) -> None:
     """Train, export, evaluate."""
     from common.checkpoint.resume import find_checkpoint
+    from common.model.lora import AdapterReference
     from common.sampling import token_records  # for the table of samples, as the sampler
     from common.sampling.sampler import Sampler
     from common.text import reading
@@ -59,31 +58,26 @@ def main(config: DPOConfig) -> None:
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
     shown = one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
 
-    # Frozen reference, which scores pairs ahead of training and can then be freed
-    policy, reference = None, ReferenceScores()
-    if implicit_reward.needs_reference:
-        reference, policy = load_reference(
-            config,
-            configs[1],
-            mesh,
-            vocabulary,
-            train_set,
-            eval_set,
-            order,
-            shown=shown,
-            is_resumed=is_resumed,
-        )
-        gc.collect()  # FSDP's units refer to one another: else the reference stays in memory
+    # Frozen reference, which scores all pairs ahead of training and leaves the memory
+    reference = PairReference(train_set, eval_set, order, config, vocabulary)
+    is_same_model = paths[0] == paths[1]
+    is_in_policy = is_same_model and config.lora_r > 0  # the policy without its adapters
+    if implicit_reward.needs_reference and not is_in_policy:
+        frozen = Policy(load.load_policy(paths[1], configs[1], config)).requires_grad_(False)
+        reference.score(fsdp.shard(frozen, config, mesh), shown, is_resumed=is_resumed)
+        del frozen
+        gc.collect()  # FSDP's units refer to one another: else it stays in memory
 
     # Policy, FSDP, optimiser
-    if policy is None:
-        policy = Policy(load.load_policy(paths[0], configs[0], config, trains=True))
-        policy = fsdp.shard(policy, config, mesh)
+    policy = Policy(load.load_policy(paths[0], configs[0], config, trains=True))
+    policy = fsdp.shard(policy, config, mesh)
+    if implicit_reward.needs_reference and is_in_policy:
+        reference.score(AdapterReference(policy), shown, is_resumed=is_resumed)
     sampler = Sampler(policy, vocabulary, config)
 
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config)
-    if config.self_check and reference.first is not None and paths[0] == paths[1]:
+    if config.self_check and reference.first is not None and is_same_model:
         first_logps = scoring.score_examples(policy, train_set[:1], config, vocabulary, "reference")
         self_checks.dpo_starts_at_ln_2(first_logps, reference.first)  # (1, 2) each
     run = Run(policy, order, config, resume_from, vocabulary)
@@ -91,11 +85,9 @@ def main(config: DPOConfig) -> None:
     def evaluate(step: int) -> None:
         if eval_set:
             logps = scoring.score_examples(policy, eval_set, config, vocabulary, "scoring pairs")
-            ref_logps = reference.held_out  # (rows, 2), as logps
-            ref_logps = torch.zeros_like(logps) if ref_logps is None else ref_logps
-            lengths = data.lengths(eval_set)[:, 1:]
+            ref_logps, lengths = reference.held_out, data.completion_lengths(eval_set)
             losses = objective(logps, ref_logps, lengths, config.loss_weights)
-            rewards = implicit_reward(logps, ref_logps, lengths)
+            rewards = implicit_reward(logps, ref_logps, lengths)  # (rows, 2), as each of them
             run.logger.log(step, pair_scores.held_out_metrics(rewards, losses))
 
     def show_samples(step: int) -> None:
@@ -106,22 +98,22 @@ def main(config: DPOConfig) -> None:
     # Loop
     for step in run.steps(evaluate, show_samples):
         batches = run.batches_of(step, train_set)
-        num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
+        num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
-            real = batch.is_real[::2]  # (N,) False: filler of a short batch
-            token_logps, mask = policy(batch).token_logps, batch.completion_mask  # (B, C)
-            logps = sequence_logps(token_logps, mask).view(-1, 2)  # (N, 2): chosen, rejected
+            pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
+            token_logps = policy(batch).token_logps  # (B, C)
+            logps = pairs.of(sequence_logps(token_logps, batch.completion_mask))  # (N, 2)
             ref_logps = reference.of_batch(batch)  # (N, 2)
-            lengths = mask.sum(-1).clamp(min=1).view(-1, 2)  # (N, 2)
-            losses = objective(logps, ref_logps, lengths, config.loss_weights)  # (N,)
+            losses = objective(logps, ref_logps, pairs.lengths, config.loss_weights)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()
             run.metrics.add("loss", loss * num_pairs, real.sum())
-            run.metrics.add("chosen_logp", (logps[:, 0] * real).sum(), real.sum())
-            run.metrics.add("rejected_logp", (logps[:, 1] * real).sum(), real.sum())
-            rewards = implicit_reward(logps, ref_logps, lengths)  # (N, 2)
-            pair_scores.add_pair_metrics(run.metrics, rewards, real)
+            rewards = implicit_reward(logps, ref_logps, pairs.lengths)  # (N, 2)
+            chosen, rejected = logps.unbind(-1)  # (N,) each
+            pair_scores.add_pair_metrics(
+                run.metrics, rewards, real, chosen_logp=chosen, rejected_logp=rejected
+            )
         run.update()
         run.end_step(evaluate, show_samples)
 

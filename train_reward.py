@@ -93,19 +93,17 @@ def main(config: RewardConfig) -> None:
     # Loop
     for step in run.steps(evaluate):
         batches = run.batches_of(step, train_set)
-        num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
+        num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
-            real = batch.is_real[::2]  # (N,) False: filler of a short batch
-            rewards = model(batch).view(-1, 2)  # (N, 2): chosen, rejected
-            margin = margin_of_row[batch.slots[::2] // 2]  # (N,)
-            losses = pair_losses(rewards, margin, config)  # (N,)
+            pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
+            rewards = pairs.of(model(batch))  # (N, 2): chosen, rejected
+            losses = pair_losses(rewards, margin_of_row[pairs.rows], config)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()
             run.metrics.add("loss", loss * num_pairs, real.sum())
-            pair_scores.add_pair_metrics(run.metrics, rewards, real)
-            longer = wins(*batch.completion_mask.sum(-1).view(-1, 2).unbind(-1))  # (N,)
-            run.metrics.add("chosen_longer", (longer * real).sum(), real.sum())
+            longer = wins(*pairs.lengths.unbind(-1))  # (N,)
+            pair_scores.add_pair_metrics(run.metrics, rewards, real, chosen_longer=longer)
         run.update()
         run.end_step(evaluate)
 
@@ -171,7 +169,7 @@ def print_balance(train_set: Sequence[Example], eval_set: Sequence[Example]) -> 
     """Say how far the length of the completions alone tells which one is preferred."""
     for rows, examples in (("training", train_set), ("held-out", eval_set)):
         if examples:
-            longer = wins(*data.lengths(examples)[:, 1:].unbind(-1)).double()  # (rows,)
+            longer = wins(*data.completion_lengths(examples).unbind(-1)).double()  # (rows,)
             distributed.print_rank0(
                 f"the chosen completion is the longer one in {longer.mean():.1%} of {rows} pairs"
             )

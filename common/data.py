@@ -31,6 +31,11 @@ def lengths(examples: Sequence[Example]) -> torch.Tensor:
     return torch.tensor([[len(e.prompt_ids), *map(len, e.completions)] for e in examples])
 
 
+def completion_lengths(examples: Sequence[Example]) -> torch.Tensor:
+    """(rows, K) int64, tokens of each completion."""
+    return lengths(examples)[:, 1:]
+
+
 def num_tokens(examples: Sequence[Example]) -> list[int]:
     """Tokens of each example: its prompt, once, and its completions."""
     totals: list[int] = lengths(examples).sum(1).tolist()

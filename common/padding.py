@@ -112,6 +112,11 @@ class _EitherBatch:
     rows: list[int]  # B rows of the data set that the prompts came from, or -1
 
     @property
+    def pairs(self) -> "Pairs":
+        """The completions as pairs, of a batch with two for each prompt."""
+        return Pairs(self)
+
+    @property
     def num_tokens(self) -> Tensor:
         """Number of tokens that count in the loss, an int64 scalar that stays on the device."""
         return self.completion_mask.sum()
@@ -119,6 +124,33 @@ class _EitherBatch:
     def to(self, device: torch.device | str) -> Self:
         """Copy from the host to a device."""
         return replace(self, **together_on(tensors_of(self), device))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A batch's N pairs: a prompt's chosen completion, and next to it the rejected one."""
+
+    batch: _EitherBatch
+
+    @property
+    def is_real(self) -> Tensor:
+        """(N,) bool, False = the filler of a short batch."""
+        return self.batch.is_real[::2]
+
+    @property
+    def rows(self) -> Tensor:
+        """(N,) int64, each pair's index in the training set; 0 if it is not real."""
+        return self.batch.slots[::2] // 2
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N, 2) tokens, at least 1: losses divide by them."""
+        return self.of(self.batch.completion_mask.sum(-1).clamp(min=1))
+
+    @staticmethod
+    def of(values: Tensor) -> Tensor:
+        """Values (B,) of the completions as (N, 2), those of the chosen ones first."""
+        return values.view(-1, 2)
 
 
 def tensors_of(batch: Any) -> dict[str, Any]:

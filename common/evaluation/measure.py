@@ -53,7 +53,7 @@ def policy_scores(
     reference itself, whose ratios are 0 everywhere, the log-probability takes its place, as kind
     `logp`. `logps` (N, 2) are the policy's, in nats.
     """
-    lengths = data.lengths(pairs)[:, 1:]  # (N, 2)
+    lengths = data.completion_lengths(pairs)  # (N, 2)
     scores: dict[str, Floats] = {}
     for kind in config.policy_scores:
         if kind == "logp_per_token":
@@ -75,7 +75,7 @@ def baselines(
     """
     from common.text.truncate import split_prompt
 
-    lengths = data.lengths(examples)[:, 1:].double().numpy()
+    lengths = data.completion_lengths(examples).double().numpy()
     posts = [split_prompt(example.prompt)[1] for example in examples]
     overlaps = [
         [rouge_l(text, post) for text in pair] for post, pair in zip(posts, texts, strict=True)

@@ -23,20 +23,24 @@ def held_out_metrics(scores: Tensor, losses: Tensor) -> dict[str, float]:
     return metrics | {"eval_reward_margin": float(margin), "eval_loss": float(loss)}
 
 
-def add_pair_metrics(metrics: "Accumulator", rewards: Tensor, real: Tensor) -> None:
+def add_pair_metrics(
+    metrics: "Accumulator", rewards: Tensor, is_real: Tensor, **further: Tensor
+) -> None:
     """Add the metrics of N pairs by their rewards (N, 2), implicit ones or a reward model's.
 
-    Where `real` (N,) is False a pair is filler that counts nowhere.
+    `further` metrics (N,) come first. Where `is_real` (N,) is False a pair is filler that counts
+    nowhere.
     """
     chosen, rejected = rewards.detach().unbind(-1)  # (N,) each
     columns = {
+        **further,
         "chosen_reward": chosen,
         "rejected_reward": rejected,
         "reward_margin": chosen - rejected,
         "accuracy": wins(chosen, rejected),
     }
     for name, values in columns.items():
-        metrics.add(name, (values * real).sum(), real.sum())
+        metrics.add(name, (values * is_real).sum(), is_real.sum())
 
 
 def pair_table(
