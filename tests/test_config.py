@@ -1,7 +1,7 @@
 """Claim: a recipe and the command line become one config, every value with the type of its field.
 
 The command line wins over the recipe wherever it stands. What was used is saved, and gives the same
-config when it is used as a recipe again. Nothing of the environment is saved but versions.
+config when it is used as a recipe again. That no secret is saved is in test_security.py.
 """
 
 import dataclasses
@@ -153,9 +153,7 @@ def test_any_value_survives_saving(tmp_path, **values):
     assert type(again.learning_rate) is float
 
 
-def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "secret-0123456789")
-    monkeypatch.setenv("HF_TOKEN", "hf_secret_0123456789")
+def test_what_ran_is_saved(tmp_path):
     config = parse(GRPOConfig, [*NEEDED, "--reward_funcs", "gold"])
     save_run_files(tmp_path / "run", config, world_size=3)
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
@@ -175,9 +173,6 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
     for name in ("torch", "transformers", "datasets", "tokenizers", "numpy"):
         # PyPI's torch 2.14.1 names its build in __version__ only: 2.14.1+cu130.
         assert importlib.import_module(name).__version__.startswith(environment["packages"][name])
-    written = "".join(path.read_text() for path in (tmp_path / "run").iterdir())
-    assert not any(key in written for key in ("WANDB_API_KEY", "HF_TOKEN", "secret"))
-    assert str(Path.home()) not in written
 
 
 def test_of_two_versions_the_one_that_is_imported_is_recorded(tmp_path, monkeypatch):

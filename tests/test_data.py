@@ -18,16 +18,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from common import data, distributed
+from common import data
 from common.config.stages import TrainConfig
-from common.data import BatchOrder, Example, micro_batches, prompts
+from common.data import BatchOrder, Example, prompts
 from common.errors import UserError
 from common.text import synthetic
 from common.text.chat import render
 from common.text.data_report import DataReport, count_boundary_merges
 from common.text.reading import load_examples, load_held_out_pairs, load_rows, load_splits
 from common.text.tokenise import encode, leading_ids, tokenize_rows, truncate_prompt
-from common.text.truncate import closing_cue, cut_body, split_prompt
+from common.text.truncate import closing_cue, split_prompt
 from train_dpo import one_of_each_prompt
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -94,31 +94,6 @@ def test_splitting_a_prompt_takes_a_time_that_is_linear_in_its_white_space():
     start = time.perf_counter()
     assert split_prompt("x" + " " * 30_000 + "y") == ("", "x" + " " * 30_000 + "y", "")
     assert time.perf_counter() - start < 1  # the search for a cue took 8 s
-
-
-@pytest.mark.parametrize(
-    ("limit", "kept"),
-    [
-        (99, " One two. Three\nfour! Five six\n"),  # all of it up to the last line break
-        (30, " One two. Three\nfour! Five six"),
-        (29, " One two. Three"),  # a line break comes before a later sentence end
-        (15, " One two. Three"),
-        (14, " One two."),  # no line break fits: the sentence
-        (9, " One two."),
-        (8, " One"),  # no sentence fits: the word
-        (4, " One"),
-        (3, " On"),  # no word fits
-        (1, ""),
-        (0, ""),
-    ],
-)
-def test_cut_body_prefers_lines_then_sentences_then_words(limit, kept):
-    assert cut_body(" One two. Three\nfour! Five six\n", limit).rstrip() == kept.rstrip()
-
-
-def test_cut_body_never_keeps_only_white_space():
-    assert cut_body("\n\n  \nSome words here", 12) == "\n\n  \nSome"
-    assert cut_body('He said "no." Then', 15) == 'He said "no."'
 
 
 def brute_force(prompt: str, tokenizer: Any, max_length: int) -> str | None:
@@ -449,17 +424,6 @@ def test_every_epoch_shows_every_row_once(num_rows, batch_size, seed):
         assert flat[num_rows:] == [None] * (len(flat) - num_rows)
 
 
-def test_a_run_gives_each_rank_its_own_order(tmp_path, monkeypatch):
-    config = TrainConfig(output_dir=str(tmp_path), model_name_or_path="m", batch_size=4)
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    shares = []
-    for rank in (0, 1):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        shares.append(BatchOrder.of_training(config, [1 + row % 5 for row in range(8)]).rows(0))
-    assert shares == [order.rows(0) for order in orders(8, 4, 2)]
-    assert not {*shares[0]} & {*shares[1]}
-
-
 def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
     (order,) = orders(50, 50, 1)
     first = [order.rows(step) for step in (0, 1, 2)]
@@ -497,30 +461,3 @@ def test_prompts_of_a_step_have_a_stand_in_that_is_not_real():
 def pair_example(row: int, num_prompt: int, lengths: tuple[int, int]) -> Example:
     completions = [[100 + row] * length for length in lengths]
     return Example(row, "", [10 + row] * num_prompt, completions, {})
-
-
-@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
-def test_micro_batches_hold_each_row_once_with_fillers_of_weight_zero(layout, monkeypatch):
-    examples = [pair_example(row, row + 1, (row + 1, 2)) for row in range(5)]
-    config = tiny.train_config(micro_batch_size=2, layout=layout)
-    monkeypatch.setattr(distributed, "all_reduce_max", lambda count: count + 1)  # another rank's
-    batches = micro_batches(examples, [4, 0, None, 2, None], config, tiny.vocabulary(pad_id=7))
-    assert len(batches) == 3
-    # First the two longest rows; the last is a filler.
-    assert [batch.is_real.tolist() for batch in batches] == [[True] * 4, [True] * 2, [False] * 2]
-    assert [batch.slots.tolist() for batch in batches[:2]] == [[8, 9, 4, 5], [0, 1]]
-    first = batches[0]
-    assert first.completion_mask.sum(dim=1).tolist() == [5, 2, 3, 2]
-    assert first.completion_ids[0].tolist() == [104] * 5
-    assert first.completion_ids[3].tolist() == [102, 102, 7, 7, 7]
-    assert batches[1].completion_mask.sum(dim=1).tolist() == [1, 2]
-    assert batches[2].num_tokens == 0
-    if layout == "padded":
-        assert first.input_ids.shape == (4, 5 + 5)
-        assert first.input_ids[2, :5].tolist() == [7, 7, 12, 12, 12]
-        assert batches[2].input_ids.shape == (2, 2)  # the filler is as small as can be
-        assert all(batch.attention_mask.any(dim=1).all() for batch in batches)
-    else:
-        row = [14] * 5 + [12] * 3 + [104] * 7 + [102] * 5  # prompts first
-        assert first.input_ids.tolist() == [row]
-        assert batches[2].input_ids.shape == (1, 3)

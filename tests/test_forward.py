@@ -145,20 +145,6 @@ def test_entropy_is_masked_and_carries_its_gradient(lm):
     lm.zero_grad()
 
 
-def test_the_gradient_of_the_logps_does_not_depend_on_padding(lm):
-    def gradient(batches: list[PaddedBatch]) -> Tensor:
-        lm.zero_grad()
-        for batch in batches:
-            Policy(lm)(batch).token_logps.sum().backward()
-        return torch.cat([p.grad.flatten() for p in lm.parameters() if p.grad is not None])
-
-    pairs = zip(PROMPTS, COMPLETIONS, strict=True)
-    alone = gradient([usual_batch([prompt], [completion]) for prompt, completion in pairs])
-    together = gradient([usual_batch(PROMPTS, COMPLETIONS)])
-    lm.zero_grad()
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
-
-
 def test_bfloat16_logits_are_normalised_in_float32():
     lm = tiny.causal_lm("gpt2").bfloat16()
     batch = usual_batch(PROMPTS, COMPLETIONS)
@@ -211,15 +197,6 @@ def test_the_precise_head_carries_the_gradient_of_a_tied_embedding():
     plain, rounded = gradients
     assert plain.norm() > 1
     assert (rounded - plain).norm() < 0.05 * plain.norm()
-
-
-def test_a_row_that_is_not_real_scores_zero(lm):
-    batch = padded_batch(PROMPTS[:2], [[c] for c in COMPLETIONS[:2]], 7, is_real=[True, False])
-    with torch.no_grad():
-        scores = Policy(lm)(batch.to(distributed.device()), with_entropy=True)
-    assert (scores.token_logps[1] == 0).all()
-    assert (scores.entropy[1] == 0).all()
-    assert (scores.token_logps[0] != 0).any()
 
 
 # ---- reward model --------------------------------------------------------------------------------

@@ -93,23 +93,6 @@ def test_a_group_is_cut_into_as_few_equal_pieces_as_fit(config, prompt_length, l
         assert not all(fits([piece], config) for piece in pieces)
 
 
-def test_a_group_by_hand():
-    """A prompt of 10 and 6 completions of 5: 40 tokens once, 90 with a copy for each."""
-    group = ([2] * 10, [[3] * 5] * 6, list(range(6)))
-
-    def sizes(**limits: Any) -> list[int]:
-        return [len(piece.slots) for piece in cut_group(*group, tiny.train_config(**limits))]
-
-    for layout, expected in (
-        ("shared_prefix", [[6], [6], [6], [3, 3], [1] * 6, [1] * 6]),
-        ("padded", [[6], [3, 3], [2] * 3, [2] * 3, [1] * 6, [1] * 6]),
-    ):
-        options = {"layout": layout, "micro_batch_size": 64}
-        for tokens, target in zip((90, 89, 40, 39, 15, 1), expected, strict=True):
-            assert sizes(micro_batch_tokens=tokens, **options) == target
-    assert sizes(micro_batch_size=4) == [3, 3]
-
-
 @given(
     config=CONFIGS,
     groups=st.lists(st.tuples(st.integers(1, 30), LENGTHS, st.integers(1, 4)), max_size=8),

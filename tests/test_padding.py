@@ -5,7 +5,6 @@ real tokens only; a completion ends with its first stop token; a batch pairs eac
 its own prompt.
 """
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,30 +95,8 @@ def test_batch_holds_each_prompt_next_to_its_completions(groups: list, pad_id: i
     assert batch.attention_mask.any(dim=1).all(), "a row without attention would be NaN"
 
 
-def test_batch_by_hand():
-    batch = padding.padded_batch([[7, 8], [9]], [[[1], [2, 3]], [[4], [5]]], 0)
-    assert batch.input_ids.tolist() == [[7, 8, 1, 0], [7, 8, 2, 3], [0, 9, 4, 0], [0, 9, 5, 0]]
-    assert batch.attention_mask.int().tolist() == [
-        [1, 1, 1, 0],
-        [1, 1, 1, 1],
-        [0, 1, 1, 0],
-        [0, 1, 1, 0],
-    ]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 2], [0, 1, 2, 3], [0, 0, 1, 1], [0, 0, 1, 1]]
-    assert batch.completion_mask.int().tolist() == [[1, 0], [1, 1], [1, 0], [1, 0]]
-    assert batch.is_real.tolist() == [True] * 4
-    assert batch.num_tokens == 5
-
-
 def test_moving_a_batch_moves_every_tensor():
     batch = padding.padded_batch([[1]], [[[2]]], 0).to("meta")
     tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
     assert len(tensors) > 4
     assert all(tensor.device.type == "meta" for tensor in tensors)
-
-
-def test_malformed_batches_are_refused():
-    with pytest.raises(AssertionError, match="at least one token"):
-        padding.padded_batch([[]], [[[1]]], 0)
-    with pytest.raises(AssertionError, match="one list of completions"):
-        padding.padded_batch([[1]], [], 0)

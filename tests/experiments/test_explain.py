@@ -222,14 +222,6 @@ def test_a_changed_number_is_noticed(page, expected):
     assert wrong(page, expected) == []
 
 
-def test_settings_are_those_of_the_step(page):
-    wanted = {"max_grad_norm": MAX_NORM}
-    wanted |= {"dpo": {"beta": BETA}, "grpo": {"beta": BETA, "temperature": TEMPERATURE}}.get(
-        page["stage"], {}
-    )
-    assert page["settings"].items() >= wanted.items()
-
-
 def test_a_run_without_further_candidates_is_shown_without_rejection_sampling(folder):
     """It has the run's own settings, and lists the few that are not."""
     (folder / "run.yaml").write_text("num_generations: 3\nbatch_size: 1\nwarmup_steps: 7\n")
@@ -245,14 +237,6 @@ def test_a_run_without_further_candidates_is_shown_without_rejection_sampling(fo
     assert "batch_size" not in changed
     assert not {"kept", "key", "draw"} & page["quantities"].keys()
     assert "rejection" not in text.lower()
-
-
-def test_rewards_of_steps_are_refused(folder):
-    text = "def score(completion_ids, **_): return [[(1, 0.5), (2, 1.0)] for _ in completion_ids]\n"
-    (folder / "steps.py").write_text(text)
-    flags = f"{COMMON} {STAGES['grpo']} --seed 1".replace("rewards.py", "steps.py").split()
-    with tiny.working_directory(folder), pytest.raises(UserError, match="rewards steps of a"):
-        command.write("train_grpo.py", flags)
 
 
 def test_every_number_has_a_formula_and_its_line(page):
@@ -328,12 +312,6 @@ def shown(view: Page) -> list[tuple[int, int, str]]:
     """The same of a layout, without padding."""
     every = zip(view["ids"], view["positions"], view["kinds"], strict=True)
     return [cell for cell in every if cell[2] != "-"]
-
-
-def test_a_model_that_is_not_there_is_one_sentence(tmp_path):
-    with tiny.working_directory(tmp_path), pytest.raises(UserError) as error:
-        command.write("train_dpo.py", ["--model_name_or_path", "output/none/sft/model"])
-    tiny.check_sentence(error.value, "train_sft.py with --output_dir output/none/sft writes it")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import tiny
 import torch
 
 import train_grpo
-from common import data, distributed, scoring
+from common import data, distributed
 from common.checkpoint import export
 from common.config.grpo import GRPOConfig
 from common.config.parser import parse
@@ -39,7 +39,7 @@ from experiments.runs import stages
 from experiments.runs.overoptimization import __main__ as overoptimization
 from experiments.runs.overoptimization import page
 from experiments.runs.overoptimization.config import OveroptimizationConfig
-from experiments.runs.overoptimization.curves import best_of_n, best_of_n_kl, distance, drop, fit
+from experiments.runs.overoptimization.curves import best_of_n, best_of_n_kl, drop, fit
 from experiments.runs.overoptimization.measuring import Measured, Measurer
 from experiments.runs.overoptimization.runs import Chain, choose, write_optimised
 from experiments.runs.overoptimization.summary import SeedPoints, summarise
@@ -86,34 +86,6 @@ def measurer(folder: Path, **changes: Any) -> Measurer:
 
 
 # ---- measuring -----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
-    judges = measurer(folder)
-    lm = tiny.causal_lm(
-        "gpt2", seed=1, vocab_size=len(judges.vocabulary.tokenizer), n_positions=128
-    )
-    export.save_pretrained(Policy(lm), judges.vocabulary, folder / "other" / "model")
-    examples = judges.held_out
-    measured = judges.measure("other/model", 3)
-    rollouts = judges.draw(judges.load("other/model"), examples, 3)
-    texts = rollouts.texts(judges.vocabulary.tokenizer)
-    judge = judges.proxy.reward_models["judge/model"].model
-    for i, ids in enumerate(rollouts.completion_ids):
-        place, example = (i // 3, i % 3), examples[i // 3]
-        alone = [data.Example(0, "", example.prompt_ids, [ids], {})]
-        pi, ref, reward = (
-            scoring.score_examples(model, alone, judges.config, judges.vocabulary, "")
-            for model in (judges.load("other/model"), judges.reference, judge)
-        )
-        assert measured.log_ratio[place] == pytest.approx(float(pi - ref), abs=1e-3)
-        reward = float(reward) if rollouts.has_stop[i] else -1.0
-        assert measured.proxy[place] == pytest.approx(reward, abs=1e-4)
-        gold = synthetic.gold_reward(texts[i], example.columns["facts"])
-        assert measured.gold[place] == pytest.approx(gold, abs=1e-6)
-    assert measured.log_ratio.mean() > 0.5  # the models differ
-    assert judges.measure("sft/model", 2).log_ratio == pytest.approx(0, abs=1e-3)
 
 
 def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(folder):
@@ -420,10 +392,6 @@ def test_no_other_parameters_have_a_smaller_residual(form):
     for step in (-1e-2, 1e-2):
         assert rmse(fitted.alpha + step, fitted.beta) > fitted.rmse
         assert rmse(fitted.alpha, fitted.beta + step) > fitted.rmse
-
-
-def test_an_estimate_of_kl_below_zero_counts_as_zero():
-    assert (distance(-0.01), distance(4.0)) == (0.0, 2.0)
 
 
 def test_a_drop_is_from_the_largest_mean_of_every_other_prompt_to_the_last_on_those_between():

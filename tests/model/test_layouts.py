@@ -191,16 +191,6 @@ def test_rewards_and_their_gradients_are_those_of_the_padded_layout(family):
     assert_gradients_close(model, reference)
 
 
-def test_an_entropy_that_was_not_asked_for_is_0():
-    policy = Policy(tiny.causal_lm("gpt2"))
-    for batch in both_batches(CASES["mixed"]):
-        with torch.no_grad():
-            scores = policy(batch)
-        assert scores.entropy.shape == scores.token_logps.shape
-        assert (scores.entropy == 0).all()
-        assert (scores.token_logps[~batch.completion_mask] == 0).all()
-
-
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_in_the_padded_layout(family):
     """The layouts round apart; neither error is much the larger."""

@@ -92,14 +92,6 @@ def test_a_rank_holds_its_rows_of_each_parameter_rounded_up():
     assert numbers(unit, 1000) == 3 + 1 + 1
 
 
-def test_parameters_and_optimiser_of_one_process(shapes: Path):
-    at_loss = sizes(run_of(shapes), 1, "loss")
-    assert at_loss["parameters"] == 4 * NUMBERS
-    assert at_loss["optimiser"] == 8 * NUMBERS
-    at_end = sizes(run_of(shapes, batch_size=1), 1, "gradients")
-    assert at_end["gradients"] == 4 * (NUMBERS + VOCABULARY * WIDTH)  # the head is tied
-
-
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (3, 1), (8, 1), (8, 2)])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_shards_are_the_chunks_that_torch_makes(
@@ -269,13 +261,6 @@ def test_activations_are_those_that_a_real_graph_keeps(
     logits = rows * (VOCABULARY + WIDTH) if layout == "shared_prefix" else rows * VOCABULARY
     real = kept_by_a_real_pass(family, layout, num_completions)
     assert planned + 4 * logits == pytest.approx(real, rel=0.06)
-
-
-def test_checkpointing_keeps_one_block_of_two(shapes: Path):
-    flags = {"micro_batch_tokens": 4096, "batch_size": 512}
-    every, one = (run_of(shapes, **flags, gradient_checkpointing=value) for value in (False, True))
-    kept = [sizes(run, 1, "loss")["activations"] for run in (every, one)]
-    assert kept[1] < 0.8 * kept[0]
 
 
 def test_a_micro_batch_is_bounded_by_tokens_and_rows(shapes: Path):
@@ -512,20 +497,6 @@ def test_a_reward_model_has_a_head_for_one_number(shapes: Path):
     assert adapters.policy.numbers(trained=True) == by_hand + WIDTH
 
 
-def test_a_reward_model_can_start_from_one(shapes: Path, tmp_path: Path):
-    folder = tmp_path / "reward"
-    folder.mkdir()
-    fields = json.loads((shapes / "gpt2.json").read_text()) | {"num_labels": 1}
-    fields["architectures"] = ["GPT2ForSequenceClassification"]
-    (folder / "config.json").write_text(json.dumps(fields))
-    flags = {"config": RewardConfig, **PAIRS}
-    again = run_of(shapes, **flags, model_name_or_path=str(folder))
-    expected = run_of(shapes, **flags)
-    assert plan.page(replace(again, process_bytes=0), [2]) == plan.page(
-        replace(expected, process_bytes=0), [2]
-    )
-
-
 def test_the_command_of_the_page_runs_in_a_fresh_checkout(
     planned: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -566,14 +537,6 @@ def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path, family: s
 def test_what_cannot_be_planned_is_refused(shapes: Path, flags: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         plan.page(run_of(shapes, **flags), [4])
-
-
-def test_a_model_with_an_attention_of_its_own_is_refused(
-    shapes: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(type(tiny.causal_lm("gpt2")), "_supports_sdpa", False)
-    with pytest.raises(UserError, match="GPT2LMHeadModel has an attention of its own"):
-        run_of(shapes)
 
 
 # ---- the tables of docs/memory.md ----------------------------------------------------------------

@@ -430,16 +430,6 @@ def test_a_gpu_s_memory_is_in_segments_that_grow() -> None:
     assert result.stdout == "expandable_segments:True\n"
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_what_the_user_has_set_of_the_allocator_stays(name: str, monkeypatch: Any) -> None:
-    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv(name, "max_split_size_mb:100")
-    before = dict(os.environ)
-    distributed.let_segments_grow()
-    assert os.environ == before
-
-
 # --- make ---
 
 WAIT = "wait: ; $(RUN) sh -c \"echo 'begun'; exec sleep 60\""
