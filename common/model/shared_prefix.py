@@ -57,8 +57,12 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
 
 def replace_attention(lm: PreTrainedModel) -> bool:
     """Let a model call `attend` and `mask`; False if its own attention cannot be replaced."""
-    # A model without sdpa has attention sinks, caps its scores or looks nothing up by name.
+    # A model without sdpa has attention sinks, caps its scores or looks nothing up by name. Sparse
+    # attention masks what its indexer left out only if the function's name is `sdpa` or `eager`
+    # (transformers 5.23 `DeepseekV32Attention`); with any other it would attend to all tokens.
+    is_sparse = any(type(module).__name__.endswith("Indexer") for module in lm.modules())
     is_plain = getattr(lm, "_supports_attention_backend", False) and lm._supports_sdpa
+    is_plain = is_plain and not is_sparse
     if is_plain:
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, mask)
