@@ -116,6 +116,12 @@ class PackedLinear(nn.Module):
         self.bias = None if layer.bias is None else layer.bias.to(weight.dtype)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.ROWS)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The plain weight (out, in), unpacked: sparse attention multiplies with it by itself."""
+        weight: torch.Tensor = self.packed.to_dense()
+        return weight
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """As `nn.Linear`, in the dtype of the weight."""
         inputs = inputs.to(self.packed.dtype)
