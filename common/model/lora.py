@@ -97,14 +97,17 @@ def new_settings(lm: Any, path: str, config: TrainConfig) -> Any:
     inside = fsdp.inside_blocks(lm)
     # In some mixtures peft (0.21) takes names as `up_proj` for stacked experts, whatever they are.
     pattern = experts._MODEL_TO_CONVERSION_PATTERN.get(lm.config.model_type)
-    taken = experts._MOE_TARGET_MODULE_MAPPING.get(pattern, {})
+    taken = {*experts._MOE_TARGET_MODULE_MAPPING.get(pattern, {})}
+    if lm.config.model_type in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"):
+        taken.add("out_proj")  # peft refuses it: the kernels read its weight
     linear = {
         name: module
         for name, module in lm.named_modules()
         if module in inside and type(module).__name__ in LINEAR
         if name.rpartition(".")[2] not in taken
     }
-    kinds = sorted({name.rpartition(".")[2] for name in linear})
+    # A layer of a list is named with the list: a number alone would also name blocks
+    kinds = sorted({re.sub(r".*\.(?=\w*[a-z])", "", name) for name in linear})
     targets = config.lora_target_modules or kinds
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linear):

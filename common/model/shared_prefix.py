@@ -43,9 +43,11 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
     """
     # Llama 4, whose layers attend to chunks, has no `base_model`.
     # Convolutions and recurrent states would run from one completion into the next.
-    layers = DynamicCache(config=lm.config).layers
+    # BLT has several stacks of layers, and no number of them.
+    is_stack = hasattr(lm.config, "num_hidden_layers")
+    layers = DynamicCache(config=lm.config).layers if is_stack else []
     is_hybrid = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-    if lm.base_model is lm or is_hybrid or not replace_attention(lm):
+    if lm.base_model is lm or not layers or is_hybrid or not replace_attention(lm):
         raise UserError(
             f"{type(lm).__name__} has an attention of its own, which cannot be planned and cannot "
             "share a prompt; to train it use --layout padded."
@@ -147,8 +149,9 @@ class ShortenedBlock(nn.Module):
         length, tail = hidden_states.shape[1], layout.tail
 
         def at_tail(value: Any) -> Any:
-            is_per_token = isinstance(value, Tensor) and value.shape[1:2] == (length,)
-            return value[:, tail] if is_per_token else value
+            shape = [*value.shape[1:3]] if isinstance(value, Tensor) else []  # of (B, T, ..) or
+            is_per_token = length in shape  # (B, 1, T, ..)
+            return value.index_select(1 + shape.index(length), tail) if is_per_token else value
 
         tail_args, tail_options = tree_map(at_tail, (args, options | {"layout": last}))
         tail_output = forward(hidden_states[:, tail], *tail_args, **tail_options)
