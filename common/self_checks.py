@@ -6,6 +6,7 @@ every rank runs them.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,29 +44,36 @@ def only_tokens_matter(
     """Check that scores depend on a sequence's tokens alone.
 
     Sequences of random tokens get the same log-probabilities, or rewards, when they are scored
-    twice; next to a far longer sequence, which pads them on both sides; and when a prompt is
-    computed once for several completions. Differences are means over tokens, compared with what
-    rounding does to the same model (`rounding_limit`).
+    twice; next to a far longer sequence, which pads them on both sides; before another last token;
+    and when a prompt is computed once for several completions. Differences are means over tokens,
+    compared with what rounding does to the same model (`rounding_limit`). Under bf16 a model that
+    is trained is checked in float32 first, whose limit lets less through.
 
     Raises:
-        UserError: chance, padding or sharing a prompt changes scores, or the model scales or caps
-            its logits: another model, or another layout, is needed.
+        UserError: chance, padding, a later token or sharing a prompt changes scores, or the model
+            scales or caps its logits: another model, or another layout, is needed.
     """
     if not config.self_check:
         return
+    if config.bf16 and any(p.requires_grad for p in model.parameters()):
+        with fsdp.in_float32(model):
+            exact = replace(config, bf16=False)
+            only_tokens_matter(model, exact, is_projected=is_projected, seed=seed)
     lm: Any = model.lm
     name, is_shared = type(lm).__name__, config.layout == "shared_prefix"
-    prompts, completions = probe(lm.get_input_embeddings().weight.shape[0], config, seed)
+    layers = lm.get_input_embeddings(), lm.get_output_embeddings()
+    num_ids = min(layer.weight.shape[0] for layer in layers if layer is not None)
+    prompts, completions = probe(num_ids, config, seed)
     short = padded_batch(prompts[1:], completions[1:], 0)  # of equal lengths: without padding
     alone = scores(model, short)  # (B, C) or (B,)
     limit = rounding_limit(model, short, config, alone)
 
-    def gap(other: Tensor) -> float:
+    def gap(other: Tensor, tokens: slice = slice(None)) -> float:
         """Mean difference of the short sequences, which are the last in a batch."""
         short_of_batch = other[-len(alone) :]
         missing = short_of_batch.shape[-1] - alone.shape[-1] if alone.dim() == 2 else 0
         expected = nn.functional.pad(alone, (0, missing))  # padding of completions has no score
-        return float((short_of_batch - expected).abs().sum()) / alone.numel()
+        return float((short_of_batch - expected)[..., tokens].abs().sum()) / alone.numel()
 
     twice = gap(scores(model, short))
     noise = f"a batch scored twice differs by {twice:.3g}: {name} adds noise"
@@ -77,6 +85,19 @@ def only_tokens_matter(
         "ignores position_ids or attention_mask",
         UserError,
     )
+    is_policy = not isinstance(model, RewardModel)
+    if is_policy:
+        changed = [[[*ids[:-1], prompts[0][0]] for ids in group] for group in completions[1:]]
+        later = gap(scores(model, padded_batch(prompts[1:], changed, 0)), slice(-1))
+        refuse_unless(
+            later <= limit,
+            f"a later token changes the scores of {name} by {later:.3g} (rounding: {limit:.3g} at "
+            "most): it is not causal, as an encoder",
+            UserError,
+        )
+    if (is_shared or is_projected) and is_policy:
+        remedy = "--layout padded" if is_shared else "--kl_estimator k2 or k3"
+        refuse_changed_logits(model, short, remedy)
     if is_shared:
         shared = gap(scores(model, shared_prefix_batch(prompts, completions, 0)))
         if not shared <= limit:
@@ -84,9 +105,6 @@ def only_tokens_matter(
                 f"a prompt computed once for several completions changes the scores of {name} by "
                 f"{shared:.3g} (rounding: {limit:.3g} at most); use --layout padded."
             )
-    if (is_shared or is_projected) and not isinstance(model, RewardModel):
-        remedy = "--layout padded" if is_shared else "--kl_estimator k2 or k3"
-        refuse_changed_logits(model, short, remedy)
 
 
 def probe(

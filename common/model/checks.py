@@ -224,4 +224,4 @@ def max_positions(model_config: PretrainedConfig) -> int | None:
             if "longrope" in (settings.get("rope_type"), settings.get("type")):
                 original = getattr(model_config, "original_max_position_embeddings", None)
                 limits.append(settings.get("original_max_position_embeddings", original))
-    return min((limit for limit in limits if limit is not None), default=None)
+    return min((limit for limit in limits if limit and limit > 0), default=None)  # XLNet: -1

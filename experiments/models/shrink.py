@@ -91,13 +91,17 @@ def save(model_type: str, folder: Path, seed: int = 0) -> None:
 
 @torch.no_grad()
 def randomise(lm: Any, seed: int) -> None:
-    """Draw wide weights, with which the largest logit of random tokens is about `MAX_LOGIT`."""
-    generator = torch.Generator().manual_seed(seed)
+    """Draw wide weights, with which the largest logit of random tokens is about `MAX_LOGIT`.
+
+    A tied embedding is small compared with what the layers add to it, or the model repeats its last token.
+    """
+    generator, head = torch.Generator().manual_seed(seed), lm.get_output_embeddings()
+    is_tied = head.weight is lm.get_input_embeddings().weight
     for parameter in lm.parameters():
         scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1
+        scale *= 4 if is_tied and parameter is not head.weight else 1
         parameter += scale * torch.randn(parameter.shape, generator=generator)
     ids = torch.randint(2, VOCAB_SIZE, (8, 12), generator=generator)
-    head = lm.get_output_embeddings()
     for _ in range(4):  # a tied head is the embedding, on which the hidden states depend too
         largest = float(lm(input_ids=ids, use_cache=False).logits.abs().max())
         head.weight *= min(4.0, max(0.25, MAX_LOGIT / largest))
