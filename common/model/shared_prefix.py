@@ -134,7 +134,7 @@ class ShortenedBlock(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         """The block's hidden states (1, T, D); without a layout its usual output."""
         forward, layout = super().forward, options.get("layout")
-        if not isinstance(layout, Layout):
+        if not isinstance(layout, Layout) or hidden_states.dim() != 3:  # Gemma 3n has four streams
             output: Tensor = forward(hidden_states, *args, **options)
             return output
         last = LastLayer(layout)

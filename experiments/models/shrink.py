@@ -93,7 +93,8 @@ def save(model_type: str, folder: Path, seed: int = 0) -> None:
 def randomise(lm: Any, seed: int) -> None:
     """Draw wide weights, with which the largest logit of random tokens is about `MAX_LOGIT`.
 
-    A tied embedding is small compared with what the layers add to it, or the model repeats its last token.
+    A tied embedding is small compared with what the layers add to it, or the model repeats its last
+    token.
     """
     generator, head = torch.Generator().manual_seed(seed), lm.get_output_embeddings()
     is_tied = head.weight is lm.get_input_embeddings().weight
