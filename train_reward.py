@@ -26,9 +26,9 @@ Launch: as `train_sft.py`, with `--model_name_or_path` the SFT stage's `model` f
     torchrun --standalone --nproc_per_node 2 train_reward.py \
         --config assets/recipes/demo/reward.yaml
 
-The exported folder loads as `AutoModelForSequenceClassification` (of a family for which transformers
-has none, in this project only). On the demo it comes within about
-three points of the best attainable accuracy in two minutes on two CPU cores.
+The exported folder loads as `AutoModelForSequenceClassification`, and where transformers has none
+for the family in this project only. On the demo it comes within about three points of the best
+attainable accuracy in two minutes on two CPU cores.
 """
 
 import math

@@ -87,14 +87,9 @@ def only_tokens_matter(
     )
     is_policy = not isinstance(model, RewardModel)
     if is_policy:
-        changed = [[[*ids[:-1], prompts[0][0]] for ids in group] for group in completions[1:]]
-        later = gap(scores(model, padded_batch(prompts[1:], changed, 0)), slice(-1))
-        refuse_unless(
-            later <= limit,
-            f"a later token changes the scores of {name} by {later:.3g} (rounding: {limit:.3g} at "
-            "most): it is not causal, as an encoder",
-            UserError,
-        )
+        others = [[[*ids[:-1], prompts[0][0]] for ids in group] for group in completions[1:]]
+        other_ends = scores(model, padded_batch(prompts[1:], others, 0))
+        refuse_later_tokens(name, gap(other_ends, slice(-1)), limit)
     if (is_shared or is_projected) and is_policy:
         remedy = "--layout padded" if is_shared else "--kl_estimator k2 or k3"
         refuse_changed_logits(model, short, remedy)
@@ -155,6 +150,16 @@ def rounding_limit(
     hook.remove()
     number = batch.completion_mask.sum() if moved.dim() == 2 else torch.tensor(len(moved))
     return max(FLOAT32_ROUNDING, BF16_FACTOR * float(moved.sum()) / float(number.clamp(min=1)))
+
+
+def refuse_later_tokens(name: str, difference: float, limit: float) -> None:
+    """Raise a UserError for a model whose scores depend on a later token."""
+    refuse_unless(
+        difference <= limit,
+        f"a later token changes the scores of {name} by {difference:.3g} (rounding: {limit:.3g} at "
+        "most): it is not causal, as an encoder",
+        UserError,
+    )
 
 
 def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> None:
