@@ -68,38 +68,29 @@ def only_tokens_matter(
     alone = scores(model, short)  # (B, C) or (B,)
     limit = rounding_limit(model, short, config, alone)
 
-    def gap(other: Tensor, tokens: slice = slice(None)) -> float:
-        """Mean difference of the short sequences, which are the last in a batch."""
-        short_of_batch = other[-len(alone) :]
+    def refuse(batch: AnyBatch, cause: str, reason: str, tokens: slice = slice(None)) -> None:
+        """Refuse other scores of the short sequences, which are the last in the batch."""
+        short_of_batch = scores(model, batch)[-len(alone) :]
         missing = short_of_batch.shape[-1] - alone.shape[-1] if alone.dim() == 2 else 0
         expected = nn.functional.pad(alone, (0, missing))  # padding of completions has no score
-        return float((short_of_batch - expected)[..., tokens].abs().sum()) / alone.numel()
+        gap = float((short_of_batch - expected)[..., tokens].abs().sum()) / alone.numel()
+        rounding = f"(rounding: {limit:.3g} at most)"
+        changes = f"{cause} changes the scores of {name} by {gap:.3g} {rounding}: {reason}"
+        refuse_unless(gap <= limit, changes, UserError)
 
-    twice = gap(scores(model, short))
-    noise = f"a batch scored twice differs by {twice:.3g}: {name} adds noise"
-    refuse_unless(twice <= limit, noise, UserError)
-    padded = gap(scores(model, padded_batch(prompts, completions, 0)))
-    refuse_unless(
-        padded <= limit,
-        f"padding changes the scores of {name} by {padded:.3g} (rounding: {limit:.3g} at most): it "
-        "ignores position_ids or attention_mask",
-        UserError,
-    )
-    is_policy = not isinstance(model, RewardModel)
-    if is_policy:
+    refuse(short, "chance", "it adds noise")
+    padded = padded_batch(prompts, completions, 0)
+    refuse(padded, "padding", "it ignores position_ids or attention_mask")
+    if not isinstance(model, RewardModel):
         others = [[[*ids[:-1], prompts[0][0]] for ids in group] for group in completions[1:]]
-        other_ends = scores(model, padded_batch(prompts[1:], others, 0))
-        refuse_later_tokens(name, gap(other_ends, slice(-1)), limit)
-    if (is_shared or is_projected) and is_policy:
-        remedy = "--layout padded" if is_shared else "--kl_estimator k2 or k3"
-        refuse_changed_logits(model, short, remedy)
+        changed = padded_batch(prompts[1:], others, 0)
+        refuse(changed, "a later token", "it is not causal, as an encoder", slice(-1))
+        if is_shared or is_projected:
+            remedy = "--layout padded" if is_shared else "--kl_estimator k2 or k3"
+            refuse_changed_logits(model, short, remedy)
     if is_shared:
-        shared = gap(scores(model, shared_prefix_batch(prompts, completions, 0)))
-        if not shared <= limit:
-            raise UserError(
-                f"a prompt computed once for several completions changes the scores of {name} by "
-                f"{shared:.3g} (rounding: {limit:.3g} at most); use --layout padded."
-            )
+        shared = shared_prefix_batch(prompts, completions, 0)
+        refuse(shared, "a prompt computed once for several completions", "use --layout padded")
 
 
 def probe(
@@ -150,16 +141,6 @@ def rounding_limit(
     hook.remove()
     number = batch.completion_mask.sum() if moved.dim() == 2 else torch.tensor(len(moved))
     return max(FLOAT32_ROUNDING, BF16_FACTOR * float(moved.sum()) / float(number.clamp(min=1)))
-
-
-def refuse_later_tokens(name: str, difference: float, limit: float) -> None:
-    """Raise a UserError for a model whose scores depend on a later token."""
-    refuse_unless(
-        difference <= limit,
-        f"a later token changes the scores of {name} by {difference:.3g} (rounding: {limit:.3g} at "
-        "most): it is not causal, as an encoder",
-        UserError,
-    )
 
 
 def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> None:

@@ -203,7 +203,7 @@ def test_noise_of_a_model_s_own_is_refused(layout):
     lm.base_model.layers[0].mlp.register_forward_hook(
         lambda layer, inputs, output: output * (1 + 0.1 * torch.rand_like(output))
     )
-    with refused("scored twice", "LlamaForCausalLM adds noise", kind=UserError):
+    with refused("chance changes the scores of LlamaForCausalLM", "adds noise", kind=UserError):
         checked(Policy(lm), layout=layout)
     checked(Policy(lm), layout="padded", self_check=False)
 
