@@ -7,6 +7,7 @@ messages of a conversation, or in two of these places. Afterwards it is in `prom
 import operator
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -28,6 +29,14 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 # Columns that may hold the question of a pair
 QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
 PAIR = ("chosen", "rejected")
+# White space; characters of scripts without it: Thai to Myanmar, Khmer, Tai, Chinese and Japanese
+BREAK = re.compile(
+    "[\\s\u0e00-\u109f\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f\u2e80-\u312f\u3190-\ua4cf"
+    "\ua980-\ua9ff\uaa60-\uaadf\uf900-\ufaff\ufe30-\ufe4f\uff00-\uff9f\U0001aff0-\U0001b16f"
+    "\U00020000-\U0003ffff]"
+)
+# Two characters that form one, next to those where the second is a combining mark
+JOINED = re.compile("[\u1039\u17d2\u1a60\u1b44\ua9c0\u200d].|.[\u0e33\u0eb3\u200d]", re.DOTALL)
 LIST = "list of messages, each with the texts 'role' and 'content'"
 PAGE = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 
@@ -41,7 +50,7 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)  # the others, for reward functions
     number: int = 0  # index into the rows that were read; answers of one conversation share it
     messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt; empty for text
-    is_partial: bool = False  # the template leaves out words or thoughts of an answer
+    is_partial: bool = False  # the template leaves out words, thoughts or calls of an answer
 
 
 def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
@@ -55,14 +64,42 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
         UserError: A row has another schema; names the row, counted from 1, and the column.
     """
     columns = COMPLETION_COLUMNS[kind]
+    chats = {"messages", "prompt", *columns, *PAIR}
+    rows = [
+        {k: [*map(_joined, v)] if k in chats and isinstance(v, list) else v for k, v in row.items()}
+        for row in rows
+    ]
     rows = [_from_messages(row, columns) for row in rows]
     rows = _cut_repeated_prompts(rows, columns or PAIR, label)
     rows = [_with_shared_prompt(row, columns) for row in rows]
+    if num_unread := sum(map(_has_unread_system, rows)):
+        distributed.print_rank0(
+            f"warning: {label}: the column 'system' of {num_unread} rows is not read; put it first "
+            "in the messages (docs/data.md)"
+        )
     rows = _empty_blank_rows(rows, (*columns, "prompt"), label)
     for number, row in enumerate(rows, start=1):
         if fault := _fault(row, kind):
             raise UserError(f"{label}, row {number}: {fault}.")
     return rows
+
+
+def _has_unread_system(row: RawRow) -> bool:
+    """Whether a prompt of messages has its system message in a column, which is not read."""
+    prompt: Any = row.get("prompt")
+    if not is_messages(prompt) or prompt[0]["role"] in ("system", "developer"):
+        return False
+    return not is_blank(row.get("system"))
+
+
+def _joined(turn: Any) -> Any:
+    """A message whose content is a list of text parts with their text, anything else as it is."""
+    parts: Any = turn.get("content") if isinstance(turn, dict) else None
+    is_text = isinstance(parts, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in parts
+    )
+    return {**turn, "content": "".join(part["text"] for part in parts)} if is_text else turn
 
 
 def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
@@ -113,8 +150,14 @@ def is_messages(value: Any) -> bool:
         and len(value) > 0
         and all(isinstance(message, dict) for message in value)
         and all(isinstance(m.get("role"), str) for m in value)
-        and all(isinstance(m.get("content"), str) or m.get("tool_calls") for m in value)
+        and all(isinstance(m.get("content"), str) or is_call(m) for m in value)
+        and all(isinstance(m.get("tool_calls") or [], list) for m in value)
     )
+
+
+def is_call(message: dict[str, Any]) -> bool:
+    """Whether a message calls tools and has no text."""
+    return not message.get("content") and bool(message.get("tool_calls"))
 
 
 def content(message: dict[str, Any]) -> str:
@@ -127,7 +170,7 @@ def is_blank(cell: Any) -> bool:
     if isinstance(cell, str):
         return not cell.strip()
     if is_messages(cell):
-        return not any(content(turn).strip() or turn.get("tool_calls") for turn in cell)
+        return not any(content(turn).strip() or is_call(turn) for turn in cell)
     turns = cell if isinstance(cell, list) else []
     nulls = (isinstance(t, dict) and t.get("content", "") is None for t in turns)
     return cell is None or cell == [] or any(nulls)
@@ -153,36 +196,49 @@ def _empty_blank_rows(rows: list[RawRow], columns: Sequence[str], label: str) ->
 
 
 def _cut_repeated_prompts(rows: list[RawRow], columns: Sequence[str], label: str) -> list[RawRow]:
-    """Cut the prompt from messages that repeat it, and print in how many rows.
+    """Cut the prompt from completions that repeat it, and print in how many rows.
 
-    Rows of TRL with an implicit prompt may have a `prompt` column too; in UltraFeedback it is text.
-    Such rows would be trained with the prompt twice.
+    Rows of TRL with an implicit prompt may have a `prompt` column too; in UltraFeedback it is text
+    and the completions are messages. Such rows would be trained with the prompt twice. Texts are
+    cut only if all rows are so: a completion may begin like its short prompt by chance.
     """
-    result = [_cut_repeated_prompt(row, columns) for row in rows]
-    if num_cut := sum(map(operator.is_not, result, rows)):
+    cut = [_cut_repeated_prompt(row, columns) for row in rows]
+    all_repeat = all(
+        new or _blank_column(row, ("prompt", *columns)) for row, new in zip(rows, cut, strict=True)
+    )
+    result = [
+        new if new and (all_repeat or is_messages(row[columns[0]])) else row
+        for row, new in zip(rows, cut, strict=True)
+    ]
+    if num_repeating := len(rows) - cut.count(None):
+        num_cut = sum(map(operator.is_not, result, rows))
+        left = num_repeating - num_cut
         distributed.print_rank0(
-            f"{label}: {' and '.join(columns)} repeat the prompt in {num_cut} of {len(rows)} rows; "
-            "it is cut from them"
+            f"{'warning: ' if left else ''}{label}: {' and '.join(columns)} repeat the prompt in "
+            f"{num_repeating} of {len(rows)} rows; it is cut from {num_cut}"
+            + (f", and {left} are taken as they are" if left else "")
         )
     return result
 
 
-def _cut_repeated_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
-    """Cut the prompt from the completions of a row if they are messages and all repeat it.
+def _cut_repeated_prompt(row: RawRow, columns: Sequence[str]) -> RawRow | None:
+    """Cut the prompt from the completions of a row; None unless all of them repeat it.
 
     Messages that have the prompt's text in an earlier turn keep it, and the column `prompt` goes.
     """
     prompt: Any = row.get("prompt")
     values: list[Any] = [row.get(column) for column in columns]
-    if not all(map(is_messages, values)):
-        return row
-    if isinstance(prompt, str):
+    is_chat = all(map(is_messages, values))
+    if is_chat and isinstance(prompt, str):
         earlier = [[content(message).strip() for message in value[:-1]] for value in values]
         is_there = all(prompt.strip() in texts for texts in earlier)
-        return {k: v for k, v in row.items() if k != "prompt"} if is_there else row
-    if is_messages(prompt) and all(value[: len(prompt)] == prompt for value in values):
-        return {**row, **{column: row[column][len(prompt) :] for column in columns}}
-    return row
+        return {k: v for k, v in row.items() if k != "prompt"} if is_there else None
+    is_text = isinstance(prompt, str) and all(isinstance(value, str) for value in values)
+    if not (is_text and prompt.strip()) and not (is_chat and is_messages(prompt)):
+        return None
+    if any(value[: len(prompt)] != prompt for value in values):
+        return None
+    return {**row, **{column: row[column][len(prompt) :] for column in columns}}
 
 
 def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
@@ -193,9 +249,8 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
     - One completion of messages: all before the first answer, or all if there is none. A
       conversation that opens with a turn of the assistant has it in the prompt.
     - A pair of messages: all before the last message, which is the answer.
-    - A pair of texts without a `prompt` column: the longest common prefix that ends at white space.
-      A single space at its end goes to the completions, as in `trl-lib/tldr`; other white space
-      stays.
+    - A pair of texts without a `prompt` column: the longest common prefix that may be one. A single
+      space at its end goes to the completions, as in `trl-lib/tldr`; other white space stays.
     """
     first = columns[0] if columns else "chosen"
     is_pair = "rejected" in row and ("messages" not in row or row.get(first) is not row["messages"])
@@ -216,9 +271,8 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
         prompt = [*prompt, *shared]
     elif len(values) == 2 and "prompt" not in row and all(isinstance(v, str) for v in values):
         shared = os.path.commonprefix(values) if values[0] != values[1] else ""
-        shared = shared[:-1] if shared in values else shared  # no completion is empty
-        if not all(text[len(shared) :][:1].isspace() for text in values):
-            shared = re.sub(r"\S+\Z", "", shared)
+        ends = (end for end in range(len(shared), 0, -1) if _may_end(values, end))
+        shared = shared[: next(ends, 0)]
         shared = re.sub(r"(?<=\S) \Z", "", shared)
         if _question(row, shared):
             return row  # refused as one without a prompt
@@ -229,6 +283,21 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
         return row
     answers = {name: row[name][len(shared) :] for name in columns}
     return {**row, "prompt": prompt, **answers}
+
+
+def _may_end(texts: Sequence[str], end: int) -> bool:
+    """Whether a prompt may end behind the first `end` characters, which both texts share.
+
+    It may at white space, and in a script without spaces between any two letters. A part of a word
+    of another script belongs to the completions, and none of them is empty.
+    """
+    last, following = texts[0][end - 1], [text[end : end + 1] for text in texts]
+    if not all(following) or not (BREAK.match(last) or all(map(BREAK.match, following))):
+        return False
+    marks = (
+        unicodedata.category(char)[0] == "M" or JOINED.match(last + char) for char in following
+    )
+    return not any(marks)
 
 
 def _fault(row: RawRow, kind: str) -> str:

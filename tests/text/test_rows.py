@@ -436,6 +436,28 @@ def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
         # One text is the beginning of the other: a completion must not be empty.
         ("one two", "one two three", ("one", " two", " two three")),
         ("Say: it's", "Say: it is", ("Say:", " it's", " it is")),
+        (
+            "Say: \ud55c\uad6d",
+            "Say: \ud55c\uad6d\uc5b4",
+            ("Say:", " \ud55c\uad6d", " \ud55c\uad6d\uc5b4"),
+        ),
+        ("\u5929\U0001f600a", "\u5929\U0001f600b", ("\u5929", "\U0001f600a", "\U0001f600b")),
+        # Scripts without spaces: what is shared, but no part of a word of another script
+        (
+            "问：什么颜色？答：蓝色。",
+            "问：什么颜色？答：绿色。",
+            ("问：什么颜色？答：", "蓝色。", "绿色。"),
+        ),
+        ("答：The cat", "答：This", ("答：", "The cat", "This")),
+        ("答:蓝", "答:绿", ("答:", "蓝", "绿")),
+        ("答：蓝", "答：蓝色", ("答：", "蓝", "蓝色")),
+        ("空は何色ですか。青い", "空は何色ですか。赤い", ("空は何色ですか。", "青い", "赤い")),
+        ("\uff71\uff72\uff73", "\uff71\uff72\uff74", ("\uff71\uff72", "\uff73", "\uff74")),
+        ("ฟ้าสีอะไร ตอบ:แดง", "ฟ้าสีอะไร ตอบ:ดำ", ("ฟ้าสีอะไร ตอบ:", "แดง", "ดำ")),
+        ("ท้องฟ้า", "ท้องฟาก", ("ท้อง", "ฟ้า", "ฟาก")),  # a tone mark stays with its letter
+        ("ถามน้ำ", "ถามนก", ("ถาม", "น้ำ", "นก")),
+        ("ຟ້າສີແດງ", "ຟ້າສີຂາວ", ("ຟ້າສີ", "ແດງ", "ຂາວ")),
+        ("មេឃពណ៌ក្រ", "មេឃពណ៌ក្ល", ("មេឃពណ៌", "ក្រ", "ក្ល")),  # a letter below a letter
     ],
 )
 def test_a_missing_prompt_is_the_shared_prefix(tmp_path, chosen, rejected, expected):
@@ -454,7 +476,9 @@ GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("good", "bad"
 @pytest.mark.parametrize(
     ("kind", "row"),
     [
-        # TRL's rows with an implicit prompt, and the prompt in a column next to it
+        # TRL's rows with an implicit prompt, and the prompt in a column beside
+        ("preference", {"prompt": "Say:", "chosen": "Say: good", "rejected": "Say: bad"}),
+        ("sft", {"prompt": "Say:", "completion": "Say: good"}),
         ("preference", {"prompt": USER, "chosen": USER + GOOD, "rejected": USER + BAD}),
         ("sft", {"prompt": USER, "completion": USER + GOOD}),
         # UltraFeedback and UltraChat: the prompt as text, the rest as messages
@@ -466,10 +490,23 @@ def test_a_prompt_that_completions_repeat_is_cut_from_them(tmp_path, capsys, kin
     """What remains is what the same row without the repetition gives."""
     file = str(write_jsonl(tmp_path / "a.jsonl", [row] * 3))
     found = load_rows(file, "train", kind=kind)
-    plain = {"prompt": USER, "chosen": GOOD, "rejected": BAD, "completion": GOOD}
+    is_text = isinstance(row["prompt"], str) and all(isinstance(v, str) for v in row.values())
+    plain = {"prompt": "Say:", "chosen": " good", "rejected": " bad", "completion": " good"}
+    if not is_text:
+        plain = {"prompt": USER, "chosen": GOOD, "rejected": BAD, "completion": GOOD}
     for name in ("prompt", *COMPLETION_COLUMNS[kind]):
         assert [found_row[name] for found_row in found] == [plain[name]] * 3
-    assert "repeat the prompt in 3 of 3 rows; it is cut from them" in capsys.readouterr().out
+    assert "repeat the prompt in 3 of 3 rows; it is cut from 3" in capsys.readouterr().out
+
+
+def test_a_completion_that_begins_like_its_short_prompt_is_kept_with_a_note(tmp_path, capsys):
+    rows = [
+        {"prompt": "The", "completion": "The end"},
+        {"prompt": "A long prompt", "completion": " c"},
+    ]
+    file = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert load_rows(file, "train", kind="sft") == rows
+    assert "repeat the prompt in 1 of 2 rows; it is cut from 0" in capsys.readouterr().out
 
 
 def test_a_prompt_beside_messages_that_do_not_hold_it_is_refused(tmp_path):

@@ -41,6 +41,16 @@ ROWS: dict[str, dict[str, Any]] = {
     "other names": {"messages": SHARE_GPT},
     "other roles": {"messages": CALLS},
     "parts": {"messages": [{"role": "user", "content": [{"type": "image", "text": "So?"}]}]},
+    "text parts": {
+        "messages": [
+            {
+                **m,
+                "content": [{"type": "text", "text": m["content"][:4], "image": None}]
+                + [{"type": "text", "text": m["content"][4:]}],
+            }
+            for m in ASKED + BLUE
+        ]
+    },
     "alpaca": INSTRUCTION,
     "dolly": {"instruction": "Name its color.", "context": "The sky", "response": "Blue."},
     "prompt": {"prompt": "The sky is"},
@@ -86,6 +96,7 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
         (f"{QUESTION}look(){CALLED}",),
     ),
     "other names": (f"each with the texts 'role' and 'content'; {DOCS}",) * 3,
+    "text parts": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
     "parts": (f"each with the texts 'role' and 'content'; {DOCS}",) * 3,
     "prompt": (DOCS, DOCS, ("The sky is",)),
     "chat prompt": (DOCS, DOCS, (QUESTION,)),
@@ -266,6 +277,15 @@ def test_a_blank_or_null_cell_drops_its_row(tmp_path, tokenizer, capsys, kind, g
     with pytest.raises(UserError, match="lose 1 of 1 rows"):
         read(tmp_path, tokenizer, kind, [bad])
 
+
+def test_texts_that_all_repeat_their_prompt_are_cut_beside_a_blank_one(tmp_path, tokenizer):
+    repeating = {"prompt": "The sky is", "completion": "The sky is blue."}
+    rows = [repeating, {**repeating, "completion": None}]
+    (example,) = read(tmp_path, tokenizer, "sft", rows, max_dropped_fraction=0.5)
+    assert texts(example, tokenizer) == ("The sky is", " blue." + END)
+
+
+# ---- other names for columns ---------------------------------------------------------------------
 
 QUESTIONS = [{"question": "The sky is", "answer": " blue.", "solution": "x"}]
 
