@@ -30,8 +30,8 @@ REFERENCE_LOGPS = "ref_logps_{}.pt"  # of the training pairs, and of the held-ou
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 
 
-def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
-    """Write `config.yaml` and `environment.json`. Rank 0 only."""
+def save_run_files(output_dir: Path, config: Any, world_size: int) -> dict[Path, str]:
+    """Write `config.yaml` and `environment.json`; returns their texts. Rank 0 only."""
     import torch
     import yaml
 
@@ -59,8 +59,13 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         **({REWARD: asdict(reward)} if reward else {}),
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
-    write_atomically(output_dir / CONFIG, [yaml.safe_dump(asdict(config), sort_keys=False)])
-    write_atomically(output_dir / ENVIRONMENT, [json.dumps(environment, indent=2) + "\n"])
+    texts = {
+        output_dir / CONFIG: yaml.safe_dump(asdict(config), sort_keys=False),
+        output_dir / ENVIRONMENT: json.dumps(environment, indent=2) + "\n",
+    }
+    for file, text in texts.items():
+        write_atomically(file, [text])
+    return texts
 
 
 def user_files(config: Any) -> dict[str, Path]:
