@@ -24,7 +24,7 @@ Hook = Callable[[int], None]  # evaluates, or shows samples, after so many steps
 
 
 class Run:
-    """Optimiser, metrics, checkpoints, logger and profiler of a run, from the step it starts at."""
+    """Optimiser, metrics, checkpoints and logger of a run, from the step it starts at."""
 
     def __init__(
         self,
@@ -67,11 +67,6 @@ class Run:
         if not config.save_steps:
             distributed.print_rank0("--save_steps is 0: a killed run loses all its steps")
         self.logger = RunLogger(config, self.total_steps, self.step)
-        self.profiler: Any = None
-        if config.profile_steps and self.step < self.total_steps and distributed.is_rank0():
-            from common.record.profile import start_profiler
-
-            self.profiler = start_profiler(config, self.total_steps - self.step, self.step)
 
     def steps(self, evaluate: Hook, show: Hook | None = None) -> Iterator[int]:
         """The remaining steps, counted from 0; each ends with `end_step`.
@@ -153,8 +148,6 @@ class Run:
         done, config = self.step + 1, self.config
         self.metrics.add_values(**values, epoch=done / self.order.steps_per_epoch)
         self.logger.update(done)
-        if self.profiler:
-            self.profiler.step()
         is_last = done == self.total_steps
         if is_last or is_due(done, config.logging_steps):
             self.logger.log_training(done, self.metrics)
@@ -176,7 +169,7 @@ class Run:
 
         So an evaluation or a user's function that fails cannot take the trained model with it. A
         run that is killed here does all of it again. `shift` measures the `reward_shift` of the
-        exported weights: of the last step's, or of those of `load_best_model_at_end`.
+        exported weights: of the last step's, or of the best step's by `metric_for_best_model`.
 
         Raises:
             UserError: the model could not be written; a checkpoint of the last step is kept.

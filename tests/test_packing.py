@@ -177,9 +177,9 @@ def test_pieces_of_other_sizes_may_share_a_batch(layout):
 def test_groups_that_count_nowhere_fill_a_batch_up(groups, is_uniform):
     if is_uniform:
         groups = [(prompt, [length]) for prompt, (length, *_) in groups]
-    config = tiny.train_config(compile=True, max_prompt_length=60, max_completion_length=20)
+    config = tiny.train_config(compile="true", max_prompt_length=60, max_completion_length=20)
     real = [piece_of(100 * i, *group) for i, group in enumerate(groups)]
-    batch, plain = collate(real, config, 0), collate(real, replace(config, compile=False), 0)
+    batch, plain = collate(real, config, 0), collate(real, replace(config, compile="false"), 0)
     fillers = filled(real, config)[len(real) :]
     assert filled(real, config)[: len(real)] == real
     for filler in fillers:
@@ -201,7 +201,9 @@ def test_groups_that_count_nowhere_fill_a_batch_up(groups, is_uniform):
 
 def test_prompts_of_one_token_are_filled_up_too():
     """Fillers of one token each would never make the batch a multiple of four."""
-    batch = collate([piece_of(0, 1, [2])], tiny.train_config(compile=True, max_prompt_length=1), 0)
+    batch = collate(
+        [piece_of(0, 1, [2])], tiny.train_config(compile="true", max_prompt_length=1), 0
+    )
     assert batch.input_ids.shape[1] % 4 == 0
     assert batch.num_tokens == 2
 
@@ -224,7 +226,7 @@ def test_ragged_steps_have_few_shapes(num_prompts, num_completions):
             for i in range(num_prompts)
         ]
         for is_compiled, seen in shapes.items():
-            config = tiny.train_config(compile=is_compiled, **limits)
+            config = tiny.train_config(compile=str(is_compiled).lower(), **limits)
             (packed,) = pack_micro_batches(groups, config)
             batch = collate(packed, config, 0)
             tensors = [*vars(batch).values(), *vars(batch.layout).values()]

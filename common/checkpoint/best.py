@@ -14,8 +14,6 @@ def refuse_impossible(config: TrainConfig) -> None:
     """Raise a UserError for a metric that no run of this stage logs, or not where it saves."""
     metric, every = config.metric_for_best_model, config.eval_steps
     if not metric:
-        if config.load_best_model_at_end:
-            raise config.refused("load_best_model_at_end", "false without --metric_for_best_model")
         return
     is_held_out = metric.startswith("eval_")
     is_other = is_held_out and metric.partition("/")[0] not in config.eval_metrics

@@ -265,9 +265,9 @@ class Checkpointer:
         self.metrics.restore(sums)
 
     def load_best(self) -> int:
-        """With `load_best_model_at_end`, load the best checkpoint; its step, else 0. Collective."""
+        """With `metric_for_best_model`, load the best checkpoint; its step, else 0. Collective."""
         folder = best.find(self.output_dir, self.config.metric_for_best_model)
-        if folder is None or not self.config.load_best_model_at_end:
+        if folder is None:
             return 0
         restore_state(folder, self.model, self.optimizer, self.reference)
         return layout.step_of(folder)

@@ -44,16 +44,13 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     _rewards: ClassVar = "rewards"
     reward_funcs: list[str] = path_flag(
         [],
-        "gold, length, gsm8k, regex:PATTERN, format:PATTERN, rouge_l:COLUMN, count:TEXT, "
-        "file.py:function (your file is run as code), or reward-model folders",
+        "gold, length, overlong:FROM-TO, gsm8k, regex:PATTERN, format:PATTERN, rouge_l:COLUMN, "
+        "count:TEXT, file.py:function (your file is run as code), or reward-model folders",
         required=True,
     )
     reward_weights: list[float] = flag([], "one per reward function (empty: 1 each)")
     missing_eos_penalty: float = flag(-1.0, "reward of a completion that did not stop")
     penalize_missing_eos: bool = flag(True, "false: such a completion keeps its own reward")
-    overlong_buffer: int = flag(
-        0, "tokens before max_completion_length over which the reward falls by up to 1 (0: none)"
-    )
 
     _selection: ClassVar = "selection and advantages"
     rejection_method: str = flag(
@@ -80,11 +77,8 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     zero_variance: str = flag(
         "keep",
         "groups of equal rewards: keep; drop from batch and denominators; resample: put fresh "
-        "prompts in their place, and drop those that are left",
+        "prompts in their place, up to 4 times, and drop those that are left",
         ["keep", "drop", "resample"],
-    )
-    max_resamples: int = flag(
-        4, "rounds of fresh prompts in a step with zero_variance resample", gt=0
     )
     mask_truncated_completions: bool = flag(
         False, "completions that did not stop leave loss and denominators, not the baseline"
@@ -228,9 +222,6 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
 
 def refuse_rollouts(config: GRPOConfig) -> None:
     """Raise a UserError for settings of sampling and selection that do not fit."""
-    if config.overlong_buffer >= config.max_completion_length:
-        most = f"below --max_completion_length, {config.max_completion_length}"
-        raise config.refused("overlong_buffer", most)
     if config.num_minibatches > config.batch_size:
         raise config.refused("num_minibatches", f"at most --batch_size, {config.batch_size}")
 
@@ -251,8 +242,6 @@ def refuse_objective(config: GRPOConfig) -> None:
     if least == -inf and not function.takes_each_function:
         return
     why = "which has no term for it" if function.takes_each_function else f"of rewards >= {least:g}"
-    if config.overlong_buffer:
-        raise config.refused("overlong_buffer", f"0 {where}, {why}")
     if config.has_kl_in_reward:
         raise config.refused("kl_estimator", f"another one {where}, {why}")
 

@@ -1,42 +1,71 @@
-"""The answer to an unknown flag: ours for one of TRL's, or why there is none, or the nearest."""
+"""The answer to an unknown flag: the one with another name here, or the nearest."""
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from common.errors import ROOT, hint
+from common.errors import hint
 
-PAGE = ROOT / "docs" / "from-trl.md"  # its tables have TRL's and transformers' flags, and ours
-CHANGES = ROOT / "CHANGELOG.md"  # its tables have our flags that are gone, and what to write
-ROW = re.compile(r"^\| (`.+?) \| (`--.+?) \|", re.MULTILINE)
-ABSENT = re.compile(r"^- ((?:`\w+`[,\s]*)+):\s(.+?)\.$", re.MULTILINE | re.DOTALL)
-
-
-def page(file: Path = PAGE) -> str:
-    """The text of a page; empty without it."""
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
-
-
-def replacement(name: str) -> str:
-    """The changelog's words for a flag that is gone; empty for other names."""
-    rows = re.findall(r"^ *\| (`--.+?) \| (.+?) \|$", page(CHANGES), re.MULTILINE)
-    return next((text for flags, text in rows if f"`--{name}`" in flags), "")
+# Flags of TRL, transformers and older clones by ours that do the same; docs/from-trl.md and
+# CHANGELOG.md have the differences
+OTHER_NAMES = {
+    "advantages": "multi_objective_aggregation advantage_baseline",
+    "aggregation policy_objective": "loss_type",
+    "batch_size": "per_device_train_batch_size gradient_accumulation_steps",
+    "bf16": "fp16 bf16_full_eval fp16_full_eval dtype torch_dtype",
+    "compile": "torch_compile torch_compile_mode compile_mode",
+    "cpu_offload shard_gradients": "fsdp_config",
+    "dataset_test_split": "do_eval test_split_size",
+    "ddp_timeout": "vllm_server_timeout",
+    "epsilon_low epsilon_high": "epsilon",
+    "eval_steps": "eval_strategy evaluation_strategy",
+    "generation_batch_size": "generation_cache_tokens",
+    "gradient_checkpointing": "activation_checkpointing activation_offloading",
+    "keep_last": "save_total_limit",
+    "kl_estimator": "use_bias_correction_kl kl_in kl_correction",
+    "layout": "attn_implementation",
+    "logging_steps": "logging_strategy logging_first_step",
+    "lora_alpha": "use_rslora",
+    "lora_r": "use_peft",
+    "loss_type loss_weights": "rpo_alpha sft_weight",
+    "loss_type objective_args": "gamma",
+    "max_completion_length": "max_target_length",
+    "max_prompt_length max_completion_length": "max_length max_seq_length vllm_max_model_length",
+    "metric_for_best_model": "load_best_model_at_end",
+    "micro_batch_tokens": "auto_find_batch_size per_device_eval_batch_size "
+    "precompute_ref_batch_size",
+    "min_lr": "lr_scheduler_kwargs",
+    "num_minibatches": "steps_per_generation",
+    "num_replicas": "parallelism_config",
+    "num_sample_prompts": "num_completions_to_print log_unique_prompts",
+    "objective_args": "delta sapo_temperature_pos sapo_temperature_neg sampler_correction_cap "
+    "sampler_correction_floor vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+    "vllm_importance_sampling_cap",
+    "output_dir": "logging_dir",
+    "policy_objective objective_args": "importance_sampling_level off_policy_mask_threshold "
+    "vllm_importance_sampling_correction vllm_importance_sampling_mode ratio_level "
+    "sampler_correction sampler_drift_coef",
+    "prompt_truncation": "truncation_mode prompt_cue",
+    "ref_mixup_alpha": "ref_model_mixup_alpha",
+    "ref_update_steps": "sync_ref_model ref_model_sync_steps",
+    "rejection_method": "distinct_candidates",
+    "reshard_after_forward": "fsdp",
+    "resume_from_checkpoint": "overwrite_output_dir",
+    "reward_funcs": "reward_model_name_or_path overlong_buffer",
+    "rollout_server": "use_vllm vllm_server_base_url vllm_server_host vllm_server_port",
+    "sample_steps": "log_completions generate_during_eval",
+    "save_steps": "save_strategy",
+    "seed": "data_seed",
+    "stop_token": "eos_token",
+    "tokenizer_name_or_path": "chat_template_path",
+    "warmup_steps": "warmup_ratio",
+}
+PAGES = "see --help; docs/from-trl.md has TRL's flags, and CHANGELOG.md those that are gone"
 
 
 def counterparts(name: str, flags: Sequence[str]) -> list[str]:
-    """Those of a script's flags that do what a flag of TRL does; none if they are not all there."""
-    for theirs, ours in ROW.findall(page()):
-        names = re.findall(r"--(\w+)", ours)
-        if f"`{name}`" in theirs and {*names} <= {*flags}:
-            return names
-    return []
-
-
-def why_absent(name: str) -> str:
-    """Why no flag does what a flag of TRL does, as the page has it; empty for other names."""
-    reasons = (why for names, why in ABSENT.findall(page()) if f"`{name}`" in names)
-    return " ".join(next(reasons, "").split())
+    """Those of a script's flags that do what a flag of `OTHER_NAMES` does; none if any lacks."""
+    lists = (ours.split() for ours, names in OTHER_NAMES.items() if name in names.split())
+    return next((ours for ours in lists if {*ours} <= {*flags}), [])
 
 
 def answer(words: Sequence[Any], flags: Sequence[str]) -> str:
@@ -48,13 +77,9 @@ def answer(words: Sequence[Any], flags: Sequence[str]) -> str:
     name = str(word).lstrip("-").partition("=")[0].replace("-", "_")
     if ours := counterparts(name, flags):
         here = " and ".join(f"--{flag}" for flag in ours)
-        advice = f": TRL's {name} is {here} here, see docs/from-trl.md"
-    elif why := why_absent(name):
-        advice = f": TRL's {name} is not here: {why}; see docs/from-trl.md"
-    elif text := replacement(name):
-        advice = f": it is gone, write {text}; see CHANGELOG.md"
+        advice = f": {name} is {here} here, see docs/from-trl.md and CHANGELOG.md"
     elif name.endswith((".yaml", ".yml")):
         advice = f": a recipe is given as --config {word}"
     else:
-        advice = f" ({hint(name, flags)})"
+        advice = f" ({hint(name, flags, PAGES)})"
     return f"{word!r}{advice}" + (f"; also unknown: {others}" if others else "")

@@ -34,7 +34,6 @@ class CommonConfig(flags.ModelFlags):
         "synthetic", "hub id, folder, .jsonl[.gz] / .json / .parquet, synthetic", required=True
     )
     dataset_config: str = flag("", "name of the hub data set's configuration")
-    dataset_revision: str = flag("", "branch, tag or commit of the hub data set")
     column_map: list[str] = flag(
         [], "other names for columns, as prompt=question; also in the run's further data sets"
     )
@@ -62,13 +61,11 @@ class CommonConfig(flags.ModelFlags):
     )
     micro_batch_size: int = free_flag(1024, "rows (GRPO, scoring: completions) in a pass", gt=0)
     bf16: bool = flag(False, "compute in bfloat16; parameters and reductions stay in float32")
-    prefetch_blocks: int = free_flag(0, "gather this many blocks ahead of the one that computes")
-    compile: bool = free_flag(False, "torch.compile every block, for batches of few shapes")
-    compile_mode: str = free_flag(
-        "default",
-        "torch.compile's; reduce-overhead replays blocks as CUDA graphs, max-autotune chooses "
-        "kernels too",
-        ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+    compile: str = free_flag(
+        "false",
+        "torch.compile every block, for batches of few shapes; a mode of it: reduce-overhead "
+        "replays blocks as CUDA graphs, max-autotune chooses kernels too",
+        ["false", "true", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
     )
     cpu_offload: bool = free_flag(False, "keep parameters and optimiser state in host memory")
     num_replicas: int = free_flag(1, "HSDP: groups of processes, each with all shards", gt=0)
@@ -100,7 +97,7 @@ class CommonConfig(flags.ModelFlags):
     @property
     def has_fixed_shapes(self) -> bool:
         """Whether batches are filled up, so that compiled code meets few shapes."""
-        return self.compile and self.layout == "shared_prefix"
+        return self.compile != "false" and self.layout == "shared_prefix"
 
     @property
     def tokenizer_path(self) -> str:
@@ -149,7 +146,6 @@ class TrainConfig(RowsConfig):
     num_train_epochs: float = flag(1.0, "passes over the rows, if max_steps is 0", ge=0, le=2**31)
     max_steps: int = flag(0, "steps of this run (0: num_train_epochs)")
     weight_decay: float = flag(0.0, "AdamW weight decay, not on biases and norms", ge=0)
-    adam_beta1: float = flag(0.9, "AdamW beta 1", ge=0, lt=1)
     adam_beta2: float = flag(0.999, "AdamW beta 2", ge=0, lt=1)
     # with 0 a parameter without gradient becomes 0 / 0
     adam_epsilon: float = flag(1e-8, "AdamW epsilon", gt=0)
@@ -161,9 +157,6 @@ class TrainConfig(RowsConfig):
     logging_steps: int = free_flag(10, "steps between lines of metrics.jsonl", gt=0)
     eval_steps: int = free_flag(0, "steps between evaluations (0: at the end only)")
     num_sample_prompts: int = free_flag(3, "prompts in the printed table of samples (0: no table)")
-    profile_steps: int = free_flag(
-        0, "steps to record with torch.profiler, into output_dir/profile, after two of warm-up"
-    )
     save_steps: int = free_flag(0, "steps between checkpoints (0: none)")
     resume_from_checkpoint: str = free_flag(
         "auto",
@@ -174,9 +167,8 @@ class TrainConfig(RowsConfig):
     keep_last: int = free_flag(3, "checkpoints to keep in output_dir, with the best one (0: all)")
     async_save: bool = free_flag(True, "write checkpoints while training goes on, from a host copy")
     metric_for_best_model: str = free_flag(
-        "", "a logged metric, as eval_loss: keep the checkpoint where it was best (loss: lowest)"
+        "", "a logged metric, as eval_loss: export the checkpoint where it was best (loss: lowest)"
     )
-    load_best_model_at_end: bool = free_flag(False, "export that checkpoint and not the last step")
 
     _lora: ClassVar = "LoRA"
     lora_r: int = flag(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
@@ -218,7 +210,6 @@ class SamplingConfig(CommonConfig):
 
     _speed: ClassVar = flags.SPEED
     generation_batch_size: int = free_flag(64, "completions decoded at once; as above", gt=0)
-    generation_cache_tokens: int = free_flag(65536, "tokens in sampling's cache; as above", gt=0)
     cuda_graphs: bool = free_flag(True, "replay sampling's steps on a GPU as a captured graph")
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from common.rewards.score import RewardFunctions, Rewards
     from common.sampling.sampler import Rollouts
 
+MAX_RESAMPLES = 4  # rounds of fresh prompts in a step
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -91,19 +93,11 @@ def reward(
     """
     scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
-    ends = (rollouts.lengths - 1).tolist()  # of the last tokens, N*K
-    if config.overlong_buffer:
-        penalties = overlong_penalty(
-            rollouts.lengths, config.max_completion_length, config.overlong_buffer
-        )  # (N*K,)
-        rewards = rewards + penalties.view(rewards.shape)
-        for rewards_of_steps, end, penalty in zip(steps, ends, penalties.tolist(), strict=False):
-            if penalty != 0:  # a step of 0 would count in the group's mean
-                rewards_of_steps[end] = rewards_of_steps.get(end, 0.0) + penalty
     eos = eos_penalty(config)
     rewards = apply_missing_eos_penalty(rewards, rollouts.has_stop.view(rewards.shape), eos)
     if steps:
         refuse_with_steps(config)
+        ends = (rollouts.lengths - 1).tolist()  # of the last tokens, N*K
         steps = penalise_steps(steps, ends, rollouts.has_stop.tolist(), eos)
     least = (function := config.advantage_function).min_reward
     if (rewards < least).any():
@@ -143,14 +137,6 @@ def refuse_with_steps(config: GRPOConfig) -> None:
                 f"--{name} is {getattr(config, name)}; it must be {value} where a reward function "
                 "rewards steps, which are normalised as in DeepSeekMath, section 4.1.3."
             )
-
-
-def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Soft punishment of long completions, from 0 down to -1 (DAPO, Yu et al. 2025, eq. 13).
-
-    Float32 of the shape of `lengths` (tokens); it grows over the last `buffer` of `max_length`.
-    """
-    return ((max_length - buffer - lengths) / buffer).clamp(min=-1, max=0)
 
 
 # ---- selection -----------------------------------------------------------------------------------
@@ -222,7 +208,7 @@ def replace_flat(
 ) -> Groups:
     """Replace flat groups by those of fresh prompts (DAPO's dynamic sampling). Collective.
 
-    For at most `max_resamples` rounds. The fresh rows come from a permutation of the step, without
+    For at most `MAX_RESAMPLES` rounds. The fresh rows come from a permutation of the step, without
     the rows of the batch: neither resuming a run nor the number of ranks changes which prompts are
     in the batch in the end.
 
@@ -232,7 +218,7 @@ def replace_flat(
     used = set(distributed.from_all_ranks(groups.rows[groups.real].tolist()))
     order = permutation(len(train_set), derive_seed(config.seed, "resampling"), step)
     fresh = (index for index in order if train_set[index].row not in used)  # read when asked for
-    for _ in range(config.max_resamples):
+    for _ in range(MAX_RESAMPLES):
         flat = select(groups, config, step).flat.nonzero().flatten().tolist()
         num_flat = distributed.from_all_ranks([len(flat)])  # of each rank
         taken = list(islice(fresh, sum(num_flat)))

@@ -92,12 +92,13 @@ def shard(
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(lm)
     set_mode(module, config)
-    if config.compile:
+    if config.compile != "false":
         # Blocks share their code. Shapes of batches, with and without gradient, the last block and
         # the others make more variants than the default limit of 8.
         torch._dynamo.config.recompile_limit = 64
         for block in blocks(module):
-            block.compile(dynamic=not config.has_fixed_shapes, mode=config.compile_mode)
+            mode = "default" if config.compile == "true" else config.compile
+            block.compile(dynamic=not config.has_fixed_shapes, mode=mode)
     trains = any(p.requires_grad for p in module.parameters())
     offloads = config.cpu_offload or (config.offload_frozen and not trains and not moves)
     if config.bf16 and not moves:
@@ -179,20 +180,9 @@ def make_units(
     reshard = config.reshard_after_forward or not trains
     for block in blocks(module):
         fully_shard(block, mp_policy=precision, reshard_after_forward=reshard, **options)
-    prefetch(blocks(module), config.prefetch_blocks)
     fully_shard(
         module, mp_policy=precision, reshard_after_forward=None if trains else True, **options
     )
-
-
-def prefetch(blocks: Sequence[nn.Module], num_ahead: int) -> None:
-    """Gather the next blocks' weights while a block computes, in both directions."""
-    if num_ahead == 0:
-        return  # FSDP's own order: one ahead in backward
-    units: list[Any] = list(blocks)  # FSDP units by now
-    for i, block in enumerate(units):
-        block.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + num_ahead])
-        block.set_modules_to_backward_prefetch(units[max(0, i - num_ahead) : i][::-1])
 
 
 def use_our_modules(lm: PreTrainedModel, config: CommonConfig) -> None:

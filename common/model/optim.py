@@ -34,7 +34,7 @@ def build_optimizer(module: nn.Module, config: TrainConfig) -> AdamW:
     optimizer = AdamW(
         groups,
         lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
+        betas=(0.9, config.adam_beta2),
         eps=config.adam_epsilon,
         fused=True,
     )

@@ -17,13 +17,13 @@ from common.errors import gist
 from common.model import fsdp, load
 
 Config = TypeVar("Config", bound=CommonConfig)
-NAMES = ("micro_batch_tokens", "generation_batch_size", "generation_cache_tokens")
+NAMES = ("micro_batch_tokens", "generation_batch_size")
 KEPT_NUMBERS = 17
 STATE_BYTES = 24  # of a parameter: float32 with gradient and Adam's moments, copies, frozen models
 SHARE = 0.6  # of the memory that is left, for what a micro-batch keeps
 CACHE_SHARE = 0.1  # of all memory, for sampling's keys and values
 FEWEST, MOST = 4096, 65536  # tokens of a micro-batch
-COMPLETIONS = 256  # decoded at once, if the cache has room
+COMPLETIONS = 256  # decoded at once, if there is room for their keys and values
 
 
 def for_device(config: Config, given: Set[str]) -> Config:
@@ -59,8 +59,14 @@ def for_device(config: Config, given: Set[str]) -> Config:
     cached = (
         int(CACHE_SHARE * memory / (2 * num_layers * width * size)) * num_heads // num_key_heads
     )
-    chosen = (max(FEWEST, min(MOST, tokens)), COMPLETIONS, max(FEWEST, cached))
-    sizes = {name: value for name, value in zip(NAMES, chosen, strict=True) if name in names}
+    # Sampling keeps the keys and values of a prompt once for its completions
+    num_samples: int = getattr(config, "num_candidates", 1)
+    per_completion = config.max_completion_length + config.max_prompt_length / num_samples
+    completions = min(COMPLETIONS, int(cached / per_completion))
+    chosen = (max(FEWEST, min(MOST, tokens)), max(num_samples, completions))
+    sizes: dict[str, Any] = {
+        name: value for name, value in zip(NAMES, chosen, strict=True) if name in names
+    }
     chosen_text = ", ".join(f"{name} {value}" for name, value in sizes.items())
     distributed.print_rank0(f"by the GPU's {memory / 1e9:.0f} GB: {chosen_text}")
     return dataclasses.replace(config, **sizes)

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from common.distributed import all_reduce_sum, from_all_ranks, world_size
 
-# Phases of a step, in order: names for `Accumulator.timed`, and labels in a profile.
+# Phases of a step, in order: names for `Accumulator.timed`.
 PHASES = ("sample_seconds", "score_seconds", "reference_seconds", "update_seconds")
 
 
@@ -66,27 +66,24 @@ class Accumulator:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the wall time of the block to one of `PHASES`, and label the block in a profile.
+        """Add the wall time of the block to one of `PHASES`.
 
         Times of a phase in a step are added; a block inside another counts in both. On a GPU the
         time is the device's, between the start and the end of the block's work, and the host does
         not wait for it.
         """
         assert name in PHASES, f"{name!r} is not a phase; those of PHASES are {PHASES}"
-        # Without a profiler a label costs 6 microseconds, this check 0.05.
-        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        with torch.profiler.record_function(name) if profiled else nullcontext():
-            if self._on_gpu:
-                started = torch.cuda.Event(enable_timing=True)
-                ended = torch.cuda.Event(enable_timing=True)
-                started.record()
-                yield
-                ended.record()
-                self._phases.append((name, started, ended))
-            else:
-                began = time.perf_counter()
-                yield
-                self.add(name, time.perf_counter() - began)
+        if self._on_gpu:
+            started = torch.cuda.Event(enable_timing=True)
+            ended = torch.cuda.Event(enable_timing=True)
+            started.record()
+            yield
+            ended.record()
+            self._phases.append((name, started, ended))
+        else:
+            began = time.perf_counter()
+            yield
+            self.add(name, time.perf_counter() - began)
 
     def reduce(self, num_steps: int = 1) -> dict[str, float]:
         """Global means by sorted name; then empty. Collective: one all-reduce, one device wait.

@@ -59,6 +59,14 @@ def length(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[floa
     return [-float(len(ids)) for ids in completion_ids]
 
 
+def overlong(limits: str) -> RewardFunction:
+    """0 up to a number of tokens, from there falling to -1 at another (DAPO, eq. 13)."""
+    first, last = map(int, limits.split("-"))
+    return lambda completion_ids, **columns: [
+        max(-1.0, min(0.0, (first - len(ids)) / (last - first))) for ids in completion_ids
+    ]
+
+
 def gsm8k(
     completions: Sequence[Any], answer: Sequence[str | float | None], **columns: Any
 ) -> list[float | None]:
@@ -163,6 +171,7 @@ WITH_ARGUMENT: dict[str, Callable[[str], RewardFunction]] = {
     "format": partial(matching, "format"),
     "rouge_l": rouge_l,
     "count": count,
+    "overlong": overlong,
 }
 KINDS = (*BUILT_IN, *(f"{name}:..." for name in WITH_ARGUMENT), "path/to/file.py:function")
 

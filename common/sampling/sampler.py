@@ -19,7 +19,7 @@ from common.data import Example, row_numbers
 from common.model import rollout_copy
 from common.padding import right_pad
 from common.sampling.decode import Settings, decode
-from common.sampling.graphs import MAX_KEPT_BYTES, StepGraphs, padded_length
+from common.sampling.graphs import MAX_KEPT_BYTES, StepGraphs
 from common.text.example import Vocabulary
 
 
@@ -111,18 +111,14 @@ def uniforms(seed: int, rows: Tensor, samples: range, max_length: int) -> Tensor
     )
 
 
-def decoded_at_once(longest: int, num_samples: int, config: SamplingConfig) -> tuple[int, int]:
-    """Number of prompts of up to `longest` tokens to decode together, and of samples of each.
+def decoded_at_once(num_samples: int, config: SamplingConfig) -> tuple[int, int]:
+    """Number of prompts to decode together, and of samples of each.
 
-    As many whole groups as the limits on completions and on cached tokens allow; of one group that
-    is too large, as many samples.
+    As many whole groups as `generation_batch_size` allows; of one that is too large, as many
+    samples.
     """
-    most, room = config.generation_batch_size, config.generation_cache_tokens
-    max_length = config.max_completion_length
-    num_prompts = min(most // num_samples, room // (longest + num_samples * max_length))
-    if num_prompts > 0:
-        return num_prompts, num_samples
-    return 1, max(1, min(most, (room - longest) // max_length))
+    most = config.generation_batch_size
+    return (most // num_samples, num_samples) if most >= num_samples else (1, most)
 
 
 class Sampler:
@@ -165,9 +161,7 @@ class Sampler:
             graphs=self.graphs,
         )
         seed = noise.derive_seed(config.seed, "sampling", step)
-        longest = max((len(example.prompt_ids) for example in examples), default=0)
-        longest = padded_length(longest, distributed.device())
-        num_prompts, count = decoded_at_once(longest, num_samples, config)
+        num_prompts, count = decoded_at_once(num_samples, config)
         batches = [Rollouts.blank(0, max_length).tensors]
 
         def report_position(title: str, position: int) -> None:

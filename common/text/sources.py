@@ -69,7 +69,7 @@ def read_split(
 def open_split(config: CommonConfig, dataset_name: str, split: str) -> tuple[str, Iterator[RawRow]]:
     """The split's name in messages, and an iterator over its unchecked rows.
 
-    Configuration and revision belong to the data set that they were given with, not to a second.
+    A configuration belongs to the data set that it was given with, not to a second one.
     """
     label = f"{os.path.expanduser(dataset_name)} split {split!r}"
     if files := data_files(dataset_name, split):
@@ -78,8 +78,7 @@ def open_split(config: CommonConfig, dataset_name: str, split: str) -> tuple[str
         label = os.fspath(files[0]) if len(files) == 1 else label
         return label, islice(rows, row_slice.start, row_slice.stop)
     is_main = dataset_name == config.dataset_name
-    subset, revision = config.dataset_config * is_main, config.dataset_revision * is_main
-    data = rows_of(dataset_name, split, subset, revision)
+    data = rows_of(dataset_name, split, config.dataset_config * is_main)
     tables = data.with_format("arrow").iter(1000)
     return label, (row for table in tables for row in rows_of_table(table))
 
@@ -281,7 +280,7 @@ def is_saved(folder: str | Path) -> bool:
 
 
 @functools.lru_cache(1)
-def rows_of(name: str, split: str, config: str, revision: str) -> Any:
+def rows_of(name: str, split: str, config: str) -> Any:
     """A split of a saved or a hub data set; a UserError at once if it cannot be read.
 
     The commit of a hub data set is printed, and kept in `dataset_commits`.
@@ -298,17 +297,16 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
         return splits[base].select(range(len(splits[base]))[rows])
     is_reachable()
     try:
-        data = datasets.load_dataset(name, config or None, split=split, revision=revision or None)
+        data = datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         # It lists the splits or the configurations that there are in its second sentence.
         listed = re.search(r"\[.*?\]", str(error))
         there = listed and listed[0] not in gist(error) and f"; it has {listed[0]}"
         there = there or why_missing(name)
-        of = f"split {split!r}" + f", revision {revision!r}" * bool(revision)
         # `datasets` 5.2 raises a plain ValueError for an unknown split.
         kind = NoSuchSplitError if str(error).startswith("Unknown split") else UserError
         raise kind(
-            f"dataset_name {name!r} ({of}) is no local file or folder and cannot be "
+            f"dataset_name {name!r} (split {split!r}) is no local file or folder and cannot be "
             f"loaded from the hub: {gist(error)}{there}."
         ) from None
     # Its library names the folder of its cache by the commit.

@@ -109,13 +109,13 @@ def gathered(run: Run, model: Footprint, *, has_backward: bool) -> float:
     """Whole parameters of FSDP units in the compute dtype.
 
     The root's stay from forward to backward. Of the blocks there is the one that computes and the
-    one that is being gathered (into a buffer that is then copied out), and those that are gathered
-    ahead on request; all, if they are not freed in between.
+    one that is being gathered (into a buffer that is then copied out); all, if they are not freed
+    in between.
     """
     if run.is_plain:
         return 0.0
     sizes = [numbers(block) for block in model.blocks]
-    at_once = (2 + run.config.prefetch_blocks) * max(sizes)
+    at_once = 2 * max(sizes)
     if has_backward and not run.config.reshard_after_forward:
         at_once = sum(sizes)
     return float(run.number_bytes * (numbers(model.root) + min(sum(sizes), at_once)))
@@ -222,7 +222,7 @@ def rollout_moment(run: Run, base: Columns, num_prompts: int, num_samples: int) 
     temporary, and what is drawn from.
     """
     assert isinstance(run.config, SamplingConfig)
-    prompts, samples = decoded_at_once(run.config.max_prompt_length, num_samples, run.config)
+    prompts, samples = decoded_at_once(num_samples, run.config)
     prompts = min(prompts, num_prompts)
     columns = {
         "copy": copy_bytes(run),
@@ -293,7 +293,7 @@ def kept_by_graphs(run: Run) -> Columns:
     if config.rollout_server or not config.cuda_graphs:
         return {}
     completion, longest = config.max_completion_length, config.max_prompt_length
-    prompts, samples = decoded_at_once(longest, config.num_candidates, config)
+    prompts, samples = decoded_at_once(config.num_candidates, config)
     prompts = min(prompts, config.batch_size // run.ranks)
     per_token = 2 * run.policy.num_layers * run.policy.key_width * run.number_bytes
     kept = {

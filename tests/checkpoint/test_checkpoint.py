@@ -402,7 +402,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("metric", "best"), [("eval_loss", 2), ("eval_accuracy", 1)])
 def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path, metric: str, best: int) -> None:
-    fields = {"metric_for_best_model": metric, "load_best_model_at_end": True, "keep_last": 1}
+    fields = {"metric_for_best_model": metric, "keep_last": 1}
     saver = save_all(tmp_path, [0.9, 0.2, 0.5, 0.2, 0.6], **fields)
     saver.wait()
     assert steps_in(tmp_path) == [5, best]
@@ -414,8 +414,7 @@ def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path, metric: str, bes
 def test_a_damaged_best_is_named_and_the_next_best_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    fields = {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}
-    saver = save_all(tmp_path, [0.9, 0.2, 0.5], **fields)
+    saver = save_all(tmp_path, [0.9, 0.2, 0.5], metric_for_best_model="eval_loss")
     saver.wait()
     flip(layout.folder_of(tmp_path, 2))
     assert saver.load_best() == 3

@@ -212,7 +212,7 @@ def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
     """The last evaluation decides which one is the best."""
     fields: dict[str, Any] = {"dataset_test_split": "train"}
     fields |= {"save_steps": 2, "eval_steps": 2, "num_sample_prompts": 0}
-    fields |= {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}
+    fields |= {"metric_for_best_model": "eval_loss"}
     losses = iter([1.0, 2.0] if best == 2 else [2.0, 1.0])
     monkeypatch.setattr(scoring, "mean_sft_loss", lambda *_: next(losses))
     run = tmp_path / "run"
@@ -228,7 +228,7 @@ def test_the_reward_shift_of_the_exported_model_is_logged_once(
     best: int, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields: dict[str, Any] = {"save_steps": 2, "logging_steps": 2, "metric_for_best_model": "loss"}
-    fields |= {"sft_dataset_name": str(inputs / "train.jsonl"), "load_best_model_at_end": True}
+    fields |= {"sft_dataset_name": str(inputs / "train.jsonl")}
     monkeypatch.setattr(best_checkpoint, "ranking", lambda folder, _: [folder_of(folder, best)])
     run = tmp_path / "run"
     train("reward", inputs, run, **fields)

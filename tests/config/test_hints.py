@@ -1,7 +1,7 @@
 """Claim: docs/from-trl.md has every flag of TRL, and whoever gives one here is answered with ours.
 
-Held against TRL's own config classes, against the flags that our scripts have, and against what
-`hints.py` reads from the page.
+Held against TRL's own config classes, against the flags that our scripts have, and against the
+table of `hints.py`.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from common.config.hints import counterparts, why_absent
+from common.config.hints import OTHER_NAMES, PAGES, counterparts
 from common.config.parser import parse
 from common.errors import UserError
 from experiments.runs.stages import config_class
@@ -20,6 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-trl.md"
 NAMES = r"(`\w+`(?:, `\w+`)*)"
 ROW = re.compile(rf"\| {NAMES} \| (.+?) \| (.+) \|")  # TRL's flags, ours, a note
 ABSENT = re.compile(rf"- {NAMES}: (.+)")  # flags without a counterpart, and the reason
+GONE = re.compile(r"^ *\| (`--.+?) \| (.+?) \|$", re.MULTILINE)  # flags of before, what to write
 SAME = re.compile(r"The same here: (.+)")  # flags of the same name, with differences in brackets
 STAGES = {
     "sft": "train_sft.py",
@@ -100,12 +101,21 @@ def test_what_the_page_names_is_a_flag_that_the_stage_uses() -> None:
         assert in_notes <= set.union(*used.values(), fields_of(config_class("evaluate.py"))), row
 
 
-def test_every_row_of_a_table_is_read() -> None:
-    for row in read_page():
+def test_the_rows_of_the_page_and_of_the_code_are_the_same() -> None:
+    renamed = {row.flag: row for row in read_page() if f"--{row.flag}" != row.here}
+    for row in renamed.values():
         names = re.findall(r"--(\w+)", row.here)
-        if f"--{row.flag}" != row.here:  # of another name here
-            assert counterparts(row.flag, names) == names, row
-            assert not counterparts(row.flag, names[1:]), row
+        assert counterparts(row.flag, names) == names, row
+        assert not counterparts(row.flag, names[1:]), row
+    gone = {
+        name
+        for flags, text in GONE.findall((PAGE.parents[1] / "CHANGELOG.md").read_text())
+        for name in re.findall(r"--(\w+)", flags)
+        if "--" in text
+    }
+    in_code = " ".join(OTHER_NAMES.values()).split()
+    assert len(in_code) == len({*in_code})
+    assert {*in_code} <= {*renamed, *gone}
 
 
 def refusal(script: str, *words: str) -> str:
@@ -126,30 +136,23 @@ def refusal(script: str, *words: str) -> str:
 )
 def test_a_flag_of_trl_is_answered_with_ours(script: str, flag: str, ours: str) -> None:
     name = flag[2:].replace("-", "_")
-    hint = f"{name.partition('=')[0]} is {ours} here, see docs/from-trl.md."
-    assert refusal(script, flag) == f"unknown argument '--{name}': TRL's {hint}"
+    hint = f"{name.partition('=')[0]} is {ours} here, see docs/from-trl.md and CHANGELOG.md."
+    assert refusal(script, flag) == f"unknown argument '--{name}': {hint}"
 
 
-def test_a_flag_that_nothing_here_replaces_is_answered_with_the_reason() -> None:
-    absent = [row for row in read_page() if row.here == "\N{EN DASH}"]
-    for row in absent:
-        assert why_absent(row.flag), row
-        assert why_absent(row.flag).replace("`", "") in {
-            other.note.replace("`", "").removesuffix(".") for other in absent
-        }
-    sentence = "unknown argument '--packing': TRL's packing is not here: --micro_batch_tokens fills"
-    assert refusal("train_sft.py", "--packing", "true").startswith(sentence)
-
-
-def test_a_flag_that_nobody_knows_is_looked_up_in_the_help() -> None:
-    assert not why_absent("zzz")
-    assert refusal("train_sft.py", "--zzz").endswith("(see --help for the flags).")
+def test_a_flag_that_nothing_here_replaces_is_answered_with_the_page() -> None:
+    for row in read_page():
+        if row.here == "\N{EN DASH}" and row.section in STAGES:
+            flags = fields_of(config_class(STAGES[row.section]))
+            assert not counterparts(row.flag, [*flags]), row
+    for flag in ("packing", "zzz"):
+        assert refusal("train_sft.py", f"--{flag}") == f"unknown argument '--{flag}' ({PAGES})."
 
 
 def test_all_unknown_flags_of_a_pasted_command_are_named_at_once() -> None:
     arguments = ("--use_peft", "--packing", "true", "--save_total_limit=3", "--bf16", "true")
     sentence = refusal("train_sft.py", *arguments)
-    assert sentence.startswith("unknown argument '--use_peft': TRL's use_peft is --lora_r here")
+    assert sentence.startswith("unknown argument '--use_peft': use_peft is --lora_r here")
     assert sentence.endswith("; also unknown: --packing, --save_total_limit.")
 
 
@@ -157,9 +160,7 @@ def test_a_recipe_is_answered_like_a_command_line(tmp_path: Path) -> None:
     recipe = tmp_path / "trl.yaml"
     recipe.write_text("per_device_train_batch_size: 8\npacking: true\nbf16: true\nlr: 1\n")
     sentence = refusal("train_sft.py", "--config", str(recipe))
-    assert (
-        "'per_device_train_batch_size': TRL's per_device_train_batch_size is --batch_" in sentence
-    )
+    assert "'per_device_train_batch_size': per_device_train_batch_size is --batch_size" in sentence
     assert sentence.endswith("; also unknown: packing, lr.")
 
 

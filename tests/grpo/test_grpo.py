@@ -250,13 +250,6 @@ def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
 # ---- rewards and advantages ----------------------------------------------------------------------
 
 
-def test_overlong_penalty_by_hand():
-    """DAPO eq. 13 with at most 10 tokens and a buffer of 4."""
-    lengths = torch.tensor([[1, 6, 7], [8, 9, 10]])
-    expected = torch.tensor([[0.0, 0.0, -0.25], [-0.5, -0.75, -1.0]])
-    assert torch.equal(rollouts.overlong_penalty(lengths, 10, 4), expected)
-
-
 def test_negative_rewards_are_refused_where_their_mean_divides():
     groups = new_groups([[1.0, 0.0, -0.5]])
     scorer = mock.Mock()
@@ -412,9 +405,10 @@ def fake_draw(flat_rows: set[int], drawn: list[int]) -> Any:
     return draw
 
 
-def test_flat_groups_are_replaced_by_fresh_prompts_until_none_is_left():
+def test_flat_groups_are_replaced_by_fresh_prompts_until_none_is_left(monkeypatch):
     train_set = tiny.ragged_examples([(3,)] * 12)
-    config = new_config(num_generations=2, zero_variance="resample", max_resamples=20)
+    monkeypatch.setattr(rollouts, "MAX_RESAMPLES", 20)
+    config = new_config(num_generations=2, zero_variance="resample")
     flat_rows = {1, 3, 5, 7, 9}
     first = [train_set[row] for row in (1, 2, 3, 0)]
     drawn: list[int] = []
@@ -434,10 +428,11 @@ def test_flat_groups_are_replaced_by_fresh_prompts_until_none_is_left():
         assert groups.rollouts.completion_ids[2 * n : 2 * n + 2] == [[row], [row]]
 
 
-def test_replacing_ends_with_its_rounds_or_with_the_rows_and_then_drops():
+def test_replacing_ends_with_its_rounds_or_with_the_rows_and_then_drops(monkeypatch):
     train_set = tiny.ragged_examples([(3,)] * 7)
     for rounds, expected in ((2, 4), (50, 5)):
-        config = new_config(num_generations=2, zero_variance="resample", max_resamples=rounds)
+        monkeypatch.setattr(rollouts, "MAX_RESAMPLES", rounds)
+        config = new_config(num_generations=2, zero_variance="resample")
         drawn: list[int] = []
         draw = fake_draw(set(range(7)), drawn)
         groups = draw(train_set[:2], torch.ones(2, dtype=torch.bool))
@@ -446,12 +441,13 @@ def test_replacing_ends_with_its_rounds_or_with_the_rows_and_then_drops():
         assert not select(groups, config, 0).counted.any()
 
 
-def test_fresh_prompts_are_none_of_the_batch_where_rows_were_dropped():
+def test_fresh_prompts_are_none_of_the_batch_where_rows_were_dropped(monkeypatch):
     """A row's number is that in the file: here places 0 to 7 hold the rows 0, 2, 4 and so on."""
     train_set = tiny.ragged_examples([(3,)] * 8)
     for example in train_set:
         example.row *= 2
-    config = new_config(num_generations=2, zero_variance="resample", max_resamples=9)
+    monkeypatch.setattr(rollouts, "MAX_RESAMPLES", 9)
+    config = new_config(num_generations=2, zero_variance="resample")
     for step in range(20):
         drawn: list[int] = []
         draw = fake_draw(set(range(16)), drawn)
@@ -712,10 +708,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "exact KL, bfloat16": {"kl_estimator": "full", "entropy_coef": 0.05, "bf16": True}
     | {"layout": "padded", "ref_update_steps": 2, "ref_mixup_alpha": 0.5},
     "exact KL, padded": {"kl_estimator": "full", "entropy_coef": 0.05, "layout": "padded"},
-    "KL in the reward": {"kl_estimator": "k1_reward", "overlong_buffer": 6},
+    "KL in the reward": {"kl_estimator": "k1_reward"},
     "drop": {"zero_variance": "drop", "mask_truncated_completions": True}
     | {"aggregation": "constant", "scale_rewards": "batch"},
-    "resample": {"zero_variance": "resample", "max_resamples": 2, "scale_rewards": "none"},
+    "resample": {"zero_variance": "resample", "scale_rewards": "none"},
     "step rewards": {"function": "steps", "num_candidates": 4},
     "sampler weights": behind("sampler_weights", "correction=sequence_mask")
     | {"num_candidates": 5},
@@ -921,14 +917,6 @@ def test_a_reference_that_was_just_replaced_is_the_policy(base: Path, kind: dict
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"scale_rewards": "mean"}, ["--missing_eos_penalty is -1", "at least 0"]),
     (
-        {"scale_rewards": "mean", "missing_eos_penalty": 0.0, "overlong_buffer": 2},
-        ["--overlong_buffer is 2", "must be 0"],
-    ),
-    (
-        {"advantages": "gdpo", "overlong_buffer": 2},
-        ["--overlong_buffer is 2", "must be 0"],
-    ),
-    (
         {"advantages": "gdpo", "kl_estimator": "k1_reward"},
         ["--kl_estimator is k1_reward", "must be another one with --advantages gdpo"],
     ),
@@ -944,7 +932,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (behind("sampler_weights") | {"top_p": 0.9}, ["clip sampler_weights has", "supports"]),
     (behind("sampler_weights") | {"top_k": 3}, ["clip sampler_weights has", "--top_k above 0"]),
-    ({"overlong_buffer": 8}, ["--overlong_buffer is 8", "--max_completion_length, 8"]),
     ({"ref_mixup_alpha": 1.5}, ["--ref_mixup_alpha is 1.5", "at most 1"]),
     ({"entropy_coef": -1.0}, ["--entropy_coef is -1.0", "at least 0"]),
     # A server that samples

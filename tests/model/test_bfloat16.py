@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "tie_word_embeddings": True},
     "padded": {"family": "gpt2", "layout": "padded"},
     "recomputed": {"family": "llama", "gradient_checkpointing": True},
-    "compiled": {"family": "gpt2", "compile": True},
+    "compiled": {"family": "gpt2", "compile": "true"},
     "reward": {"family": "gpt2", "is_reward": True},
     "lora": {"family": "gpt2", "lora_r": 4},
     "lora on bfloat16": {"family": "llama", "lora_r": 4, "is_rounded": True},
@@ -48,11 +48,11 @@ def new_module(
     is_reward: bool = False,
     is_rounded: bool = False,
     tie_word_embeddings: bool = False,
-    compile: bool = False,
+    compile: str = "false",
     **fields: Any,
 ) -> tuple[Any, Any]:
     """A module as a stage makes it, and its config. With FSDP it is not compiled: that is slow."""
-    fields |= {"bf16": True, "learning_rate": 0.01, "compile": compile and not with_fsdp}
+    fields |= {"bf16": True, "learning_rate": 0.01, "compile": "false" if with_fsdp else compile}
     config = tiny.train_config(**fields)
     shape = {"tie_word_embeddings": True} if tie_word_embeddings else {}
     make = tiny.classifier if is_reward else tiny.causal_lm

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")
 GRPO: dict[str, Any] = {"reward_funcs": ["gold"], "num_candidates": 4, "num_generations": 4}
 GRPO |= {"beta": 0.1, "penalize_missing_eos": False}
 ONE_STEP = {"max_steps": 1, "self_check": False, "dataset_test_split": ""}
-ONE_STEP |= {"num_sample_prompts": 0, "micro_batch_size": 4, "compile_mode": "reduce-overhead"}
+ONE_STEP |= {"num_sample_prompts": 0, "micro_batch_size": 4, "compile": "reduce-overhead"}
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
@@ -53,12 +53,13 @@ def test_a_compiled_run_equals_a_plain_one_and_compiles_each_kind_of_block_once(
         flags |= {"model_name_or_path": str(tmp_path / "deep.json"), "output_dir": str(folder)}
         flags |= {"tokenizer_name_or_path": "synthetic", "batch_size": 4, "micro_batch_size": 2}
         flags |= {"num_train_rows": 32, "num_eval_rows": 8, "max_steps": 3, "logging_steps": 1}
-        flags |= {"compile": is_compiled, "learning_rate": 1e-3}
+        flags |= more | {"learning_rate": 1e-3}
+        flags["compile"] = more.get("compile", "true") if is_compiled else "false"
         with (
             mock.patch.object(torch, "compile", compiled),
             mock.patch.object(torch._dynamo.config, "fail_on_recompile_limit_hit", True),
         ):
-            main(config(**(flags | more)))
+            main(config(**flags))
         lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "loss" in line]
         series[is_compiled] = [line[name] for line in lines for name in ("loss", "grad_norm")]
     assert series[True] == pytest.approx(series[False], rel=1e-4, abs=1e-5)

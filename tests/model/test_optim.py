@@ -75,10 +75,8 @@ def config_for_steps(**fields: Any) -> TrainConfig:
 
 def test_adamw_by_hand():
     """Two steps, each parameter by the scalar formula; only the matrix decays."""
-    beta1, beta2, epsilon, decay, lr = 0.8, 0.9, 1e-3, 0.25, 0.1
-    config = config_for_steps(
-        adam_beta1=beta1, adam_beta2=beta2, adam_epsilon=epsilon, weight_decay=decay
-    )
+    beta1, beta2, epsilon, decay, lr = 0.9, 0.8, 1e-3, 0.25, 0.1
+    config = config_for_steps(adam_beta2=beta2, adam_epsilon=epsilon, weight_decay=decay)
     model = Scalars()
     optimizer = optim.build_optimizer(model, config)
     gradients = [(3.0, -0.5, 2.0), (-1.0, 0.25, 4.0)]

@@ -19,16 +19,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import tiny
 import torch
 from mistakes import STAGES
 from ranks import launch, run_stages
 
 import evaluate
 from common import distributed
-from common.checkpoint import export
 from common.config.parser import parse
-from common.config.stages import SFTConfig, TrainConfig
+from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.record import logger as run_logger
 from common.record import metrics, run_folder
@@ -36,9 +34,7 @@ from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES, is_defin
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
 from common.record.metrics import PHASES, Accumulator
-from common.record.profile import start_profiler
 from common.record.terminal import format_number, markdown_table, wrapped_table
-from common.run import Run
 from experiments.runs.stages import ROOT, config_class
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -591,124 +587,3 @@ def test_on_a_real_gpu() -> None:
     whole = time.perf_counter() - began
     assert queued < whole / 2
     assert sums.reduce()["update_seconds"] == pytest.approx(whole, rel=0.3)
-
-
-def test_blocks_are_labelled_only_under_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under one they are: `test_a_profile_is_a_trace_and_a_page` counts the labels."""
-    monkeypatch.setattr(torch.profiler, "record_function", pytest.fail)
-    with Accumulator("cpu").timed("sample_seconds"):
-        pass
-
-
-def config(output_dir: Path, *flags: str) -> TrainConfig:
-    return parse(SFTConfig, ["--output_dir", str(output_dir), "--model_name_or_path", "m", *flags])
-
-
-def train(folder: Path, num_steps: int, start_step: int = 0) -> list[list[str]]:
-    """A loop of tiny steps: the files there are after each step."""
-    profiler = start_profiler(config(folder, "--profile_steps", "3"), num_steps, start_step)
-    sums, layer = Accumulator("cpu"), torch.nn.Linear(64, 64)
-    seen = []
-    for _ in range(num_steps):
-        with sums.timed("sample_seconds"), torch.no_grad():
-            torch.sin(layer(torch.ones(8, 64)))
-        for _ in range(2):
-            with sums.timed("update_seconds"):
-                layer(torch.ones(8, 64)).sum().backward()
-        profiler.step()
-        seen.append(sorted(path.name for path in (folder / "profile").glob("*")))
-        torch.cos(torch.ones(3))  # evaluation
-    return seen
-
-
-def trace_events(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / "trace.json").read_text())["traceEvents"]
-
-
-def counts(folder: Path) -> dict[str, int]:
-    """Number of times that each label of the host is in the trace."""
-    names = [e["name"] for e in trace_events(folder) if e.get("cat") == "user_annotation"]
-    return {name: names.count(name) for name in PHASES if name in names}
-
-
-def row(page: str, name: str) -> list[str]:
-    """The cells of a table's row behind its name."""
-    line = re.search(rf"^ *{re.escape(name)} .*$", page, re.MULTILINE)
-    assert line, page
-    return line.group().split()[1:]
-
-
-def test_a_profile_is_a_trace_and_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen = train(tmp_path, 9)
-    assert seen == [[]] * 4 + [["summary.md", "trace.json"]] * 5  # after two and three steps
-    assert not torch.autograd._profiler_enabled()
-    folder = tmp_path / "profile"
-    assert counts(folder) == {"sample_seconds": 3, "update_seconds": 6}
-    assert capsys.readouterr().out == f"profile: steps 3 to 5 are in {folder}\n"
-
-    page = (folder / "summary.md").read_text()
-    assert page.startswith("# Profile of steps 3 to 5\n")
-    assert len(page.splitlines()) < 60  # one page
-    assert row(page, "update_seconds")[-2] == "6"  # in three steps
-    phases = ("sample_seconds", "update_seconds")
-    shares = [float(row(page, name)[2].rstrip("%")) for name in phases]
-    assert min(shares) > 0
-    assert sum(shares) <= float(row(page, "ProfilerStep*")[2].rstrip("%")) == 100
-    addmm = row(page, "aten::addmm")
-    assert float(addmm[-2]) == 3 * 3  # forward passes of three steps
-    # 8 x 64 by 64 x 64, in units of a thousand operations
-    assert float(addmm[-1]) == pytest.approx(9 * 2 * 8 * 64 * 64 / 1e3, rel=0.01)
-
-
-@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # of the single step
-@pytest.mark.parametrize(
-    ("total_steps", "start_step", "recorded", "title"),
-    [
-        (4, 0, 2, "steps 3 to 4"),
-        (3, 0, 1, "step 3"),
-        (2, 0, 1, "step 2"),
-        (1, 0, 1, "step 1"),
-        (100, 97, 1, "step 100"),
-        (100, 90, 3, "steps 93 to 95"),
-    ],
-)
-def test_a_run_with_fewer_steps_records_those_it_has(
-    total_steps: int, start_step: int, recorded: int, title: str, tmp_path: Path
-) -> None:
-    train(tmp_path, total_steps - start_step, start_step)
-    folder = tmp_path / "profile"
-    assert counts(folder) == {"sample_seconds": recorded, "update_seconds": 2 * recorded}
-    assert (folder / "summary.md").read_text().startswith(f"# Profile of {title}\n")
-    # The evaluation after the last step is not in it.
-    cosines = [e for e in trace_events(folder) if e["name"] == "aten::cos"]
-    assert len(cosines) == recorded - (total_steps - start_step == 1)
-
-
-@pytest.mark.parametrize("case", ["off", "other rank", "no steps left"])
-def test_off_nothing_is_started(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "is_rank0", lambda: case != "other rank")
-    order: Any = SimpleNamespace(total_steps=lambda _: 0 if case == "no steps left" else 5)
-    flags = [] if case == "off" else ["--profile_steps", "3"]
-    monkeypatch.setattr(export, "settings_of", lambda *_: {})
-    module: Any = torch.nn.Linear(2, 2)
-    module.lm = module
-    assert Run(module, order, config(tmp_path, *flags), None, tiny.vocabulary()).profiler is None
-
-
-def test_a_failed_write_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "profile").mkdir()
-    (tmp_path / "profile" / "trace.json").write_text("old")
-
-    def fail(_: Any, path: str) -> None:
-        Path(path).write_text("half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        train(tmp_path, 2)
-    files = [(path.name, path.read_text()) for path in (tmp_path / "profile").iterdir()]
-    assert files == [("trace.json", "old")]

@@ -334,6 +334,13 @@ def test_length_is_minus_the_number_of_tokens():
     assert rewards.total.tolist() == [-1.5, -0.5]
 
 
+def test_a_completion_that_is_too_long_is_punished_softly():
+    """DAPO eq. 13 with at most 10 tokens and a buffer of 4."""
+    function = functions.find_function("overlong:6-10")
+    ids = [[0] * number for number in (1, 6, 7, 8, 9, 10, 11)]
+    assert function(completion_ids=ids) == [0, 0, -0.25, -0.5, -0.75, -1, -1]
+
+
 def test_a_character_is_counted():
     assert judged("count:e", "Here", "HERE", "the eel:e") == [2, 0, 4]
     assert judged("count::", "a:b:c", "abc") == [2, 0]

@@ -60,7 +60,7 @@ GRPO = {
 }
 SAMPLED = {"num_sample_prompts": 2}  # in a table
 EXACT = {"kl_estimator": "full", "ref_update_steps": 1, "num_minibatches": 2}
-RESAMPLE = {"zero_variance": "resample", "max_resamples": 2, "aggregation": "prompt"}
+RESAMPLE = {"zero_variance": "resample", "aggregation": "prompt"}
 LORA = {"lora_r": 2, "baseline": "kept", "kl_estimator": "k1_reward"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "sft": SAMPLED,

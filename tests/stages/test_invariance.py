@@ -83,7 +83,6 @@ FLAGS: dict[str, dict[str, Any]] = {
 SAVING = {
     "cpu_offload": True,
     "gradient_checkpointing": True,
-    "prefetch_blocks": 1,
     "reshard_after_forward": False,
 }
 

@@ -365,7 +365,7 @@ def test_hub_rows_pass_through_the_same_checks(monkeypatch, capsys):
 
     monkeypatch.setattr(sources, "is_reachable", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    choice: dict[str, Any] = {"dataset_config": "c", "dataset_revision": "v1"}
+    choice: dict[str, Any] = {"dataset_config": "c"}
     rows = load_rows("a/b", "test", kind="preference", num_rows=1, **choice)
     assert rows == [PAIR]
     rows = load_rows("a/b", "test", kind="preference")
@@ -374,9 +374,9 @@ def test_hub_rows_pass_through_the_same_checks(monkeypatch, capsys):
     first = tiny.train_config(dataset_name="first", **choice)  # they are of this one
     assert len(reading.load_rows(first, "a/b", "train", "preference")) == 3
     assert asked == [
-        ("a/b", "c", {"split": "test", "revision": "v1"}),
-        ("a/b", None, {"split": "test", "revision": None}),
-        ("a/b", None, {"split": "train", "revision": None}),
+        ("a/b", "c", {"split": "test"}),
+        ("a/b", None, {"split": "test"}),
+        ("a/b", None, {"split": "train"}),
     ]
 
 
@@ -417,7 +417,7 @@ def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
     monkeypatch.setattr(sources, "is_reachable", lambda: True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     with pytest.raises(UserError) as caught:
-        sources.rows_of(str(tmp_path), split, config, None)
+        sources.rows_of(str(tmp_path), split, config)
     assert str(caught.value).endswith(told)
     assert isinstance(caught.value, sources.NoSuchSplitError) == (split == "validation")
 

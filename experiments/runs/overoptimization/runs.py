@@ -32,7 +32,7 @@ MARK = "made_by.json"
 LIMITS = (  # flags that a measurement depends on
     *("gold", "missing_eos_penalty", "max_prompt_length", "max_completion_length"),
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
-    *("dataset_revision", "column_map", "prompts_dataset_name", "prompt_truncation", "stop_token"),
+    *("column_map", "prompts_dataset_name", "prompt_truncation", "stop_token"),
 )
 
 

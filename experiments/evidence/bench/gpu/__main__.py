@@ -67,7 +67,7 @@ SHARDED = "FSDP"  # as in several processes
 LEVERS: dict[str, dict[str, Any]] = {
     "padded": {"layout": "padded"},
     SHARDED: {},
-    "compiled, with CUDA graphs": {"compile": "true", "compile_mode": "reduce-overhead"},
+    "compiled, with CUDA graphs": {"compile": "reduce-overhead"},
 }
 LIMITS = {"bfloat16": 2e-2, "float32": 1e-4}  # of differences, shares of the largest value
 Line = dict[str, Any]
