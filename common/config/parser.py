@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from common.config.hints import answer
 from common.config.recipes import read_recipe
-from common.errors import UserError, hint
+from common.errors import UserError
 
 Config = TypeVar("Config")
 HELP = ("-h", "--help")
@@ -25,12 +25,6 @@ NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 
 class Parser(argparse.ArgumentParser):
     """One that raises a UserError."""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            choices = [*map(str, action.choices)]
-            needed = f"{', '.join(choices)} ({hint(value, choices, 'see docs/from-trl.md')})"
-            raise UserError(f"--{action.dest} is {value!r}; it must be one of {needed}.")
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
@@ -120,8 +114,7 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
         type=string_to_bool if kind is bool else kind,
         nargs="*" if is_list else "?" if kind is bool else None,
         const=True if kind is bool else None,
-        choices=choices,
-        metavar=None if choices else kind.__name__.upper(),
+        metavar=f"{{{','.join(map(str, choices))}}}" if choices else kind.__name__.upper(),
     )
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,6 @@ def read_file(path: Path) -> Iterator[RawRow]:
             import pyarrow.parquet  # type: ignore[import-untyped]
 
             file = pyarrow.parquet.ParquetFile(path)
-            _once([(name, None) for name in file.schema_arrow.names])
             for batch in file.iter_batches():
                 yield from rows_of_table(batch)
             return
@@ -211,14 +210,6 @@ def rows_of_table(table: Any) -> list[RawRow]:
     return [row | features.decode_example({key: row[key] for key in features}) for row in rows]
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dict; a ValueError for a name that is there twice, of which one would go."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"the name {max(names, key=names.count)!r} is there twice")
-    return dict(pairs)
-
-
 def _json_rows(stream: Any, file: str) -> Iterator[RawRow]:
     """Rows of a JSON list of objects, or of one object per line."""
     is_first = True
@@ -231,7 +222,7 @@ def _json_rows(stream: Any, file: str) -> Iterator[RawRow]:
             is_list = is_first and text.lstrip().startswith("[")
             is_first = False
             text += stream.read().decode() if is_list else ""
-            rows = json.loads(text, object_pairs_hook=_once)
+            rows = json.loads(text)
             rows = rows if is_list else [rows]
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, from line {number} on: {gist(error)}.") from None

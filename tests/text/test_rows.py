@@ -271,12 +271,6 @@ UNREADABLE = [
     ("b.jsonl", b'{"prompt": "p"}\n["p"]\n', "b.jsonl, line 2: expected named columns"),
     ("b.json", b'[{"prompt": "p"}, 3]', "b.json, row 2: expected named columns"),
     ("c.jsonl", b"\xff\xfe", "from line 1 on: 'utf-8' codec can't decode byte 0xff"),
-    (
-        "h.jsonl",
-        b'{"prompt": "p"}\n{"prompt": "p", "prompt": "q"}',
-        "line 2 on: the name 'prompt' is",
-    ),
-    ("h.json", b'[{"prompt": [{"role": "user", "content": "", "content": ""}]}]', "'content' is"),
     ("l.json", b'[{"prompt": "a"},\n\n{"prompt": "\xe9"}]', "can't decode byte 0xe9"),
     ("d.parquet", b"not parquet", "d.parquet cannot be read"),
     ("e.jsonl.gz", b"plain text", "e.jsonl.gz cannot be read"),
@@ -309,15 +303,6 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, tmp_path, 
 
 def test_a_missing_folder_of_a_recipe_names_what_makes_it():
     assert "the make_rows.py next to the recipe makes it" in refusal("data/nope", "train")
-
-
-def test_columns_of_one_name_are_refused(tmp_path):
-    twice = [pyarrow.array(["p"])] * 2
-    inside = pyarrow.StructArray.from_arrays(twice, names=["content", "content"])
-    for names, columns in ((["prompt", "prompt"], twice), (["prompt", "n"], [twice[0], inside])):
-        file = tmp_path / "a.parquet"
-        pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=names), file)
-        assert "a.parquet cannot be read: " in refusal(str(file), "train", kind="prompts")
 
 
 def test_a_date_that_python_cannot_hold_is_refused(tmp_path):
