@@ -10,70 +10,95 @@ are in it are left out the next time.
 
 import argparse
 import json
-import subprocess
+import multiprocessing
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import transformers
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common import distributed
 from common.record.terminal import run_command
-from experiments.models import shrink, table
-from experiments.runs.stages import ROOT
+from experiments.models import cells, shrink, table
 
-LIMIT = 150.0  # seconds of a type
-LAUNCH = ("torch.distributed.run", "--standalone", "--nproc_per_node")
+LIMIT = 400.0  # seconds of a type: most take 10 on a free core
+PROCESSES = multiprocessing.get_context("forkserver")  # which imports torch and transformers once
+PROCESSES.set_forkserver_preload([cells.__name__])
 
 
-def measure(name: str, ranks: int) -> dict[str, Any]:
-    """The row of a type or folder, from a process of its own."""
-    is_folder = Path(name).is_dir()
-    if not is_folder and (reason := shrink.not_a_decoder(name)):
+def measure(name: str, ranks: int) -> table.Row:
+    """The row of a type, from one or several processes of its own."""
+    if reason := shrink.not_a_decoder(name):
         return {"type": name, "not a decoder": reason}
-    start, end, limit = time.monotonic(), "", 3600.0 if is_folder else LIMIT * ranks
-    launch = [*LAUNCH, str(ranks), "-m"] if ranks > 1 else []
-    words = [sys.executable, "-m", *launch, "experiments.models.cells", name]
-    try:
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, timeout=limit)
-        output = done.stdout
-        if done.returncode:
-            end = f"ended with status {done.returncode}: {done.stderr.decode()[-300:]}"
-    except subprocess.TimeoutExpired as error:
-        output, end = error.stdout or b"", f"no end in {limit:.0f} seconds"
-    lines = [line for line in output.decode().splitlines() if line.startswith("{")]
-    row = {"type": name, "seconds": time.monotonic() - start, "end": " ".join(end.split())}
-    return row | {"results": [json.loads(line) for line in lines]}
+    start, port = time.monotonic(), get_free_port()
+    with tempfile.NamedTemporaryFile("r") as file:
+        processes = [
+            PROCESSES.Process(target=cells.run_type, args=(name, file.name, ranks, rank, port))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, start + LIMIT * ranks - time.monotonic()))
+        is_late = any(process.is_alive() for process in processes)
+        for process in processes:
+            process.kill()
+            process.join()
+        results = [json.loads(line) for line in file]
+    status = next((p.exitcode for p in processes if p.exitcode), 0)
+    end = "no end in time" if is_late else f"ended with status {status}" * bool(status)
+    seconds = time.monotonic() - start
+    return {"type": name, "seconds": seconds, "end": end, "results": results}
+
+
+def of_folder(path: str) -> None:
+    """Print each result of a user's folder as it comes, and the flags to use."""
+    distributed.start()
+    results = []
+    for layout in cells.LENGTHS:
+        for result in cells.run(path, layout):
+            results.append(result)
+            print(f"{layout}: {result['cell']}: {table.outcome(result)}", flush=True)
+    print(table.advice({"type": path, "results": results}))
+
+
+def of_types(names: Sequence[str], output_dir: str, jobs: int, ranks: int) -> None:
+    """Measure types, those that are not in the file yet by default, and print the table."""
+    file = Path(output_dir, f"{transformers.__version__}-{ranks}.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+
+    def one(name: str) -> None:
+        row = measure(name, ranks)
+        with file.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+        print(table.line(row), file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, names or [n for n in shrink.types() if n not in table.read(file)]))
+    rows = table.read(file)
+    print(table.page({name: rows[name] for name in names or rows}))
 
 
 def main() -> None:
-    """Measure, and print the table."""
+    """Run the command."""
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=text, allow_abbrev=False, prog="experiments.models"
     )
     parser.add_argument("names", nargs="*", metavar="PATH or TYPE")
     parser.add_argument("--output_dir", default="output/models")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--ranks", type=int, default=1, help="of each type, as by torchrun")
+    parser.add_argument("--jobs", type=int, default=2, help="types at a time")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a type, as by torchrun")
     args = parser.parse_args()
     distributed.quieten()
-    file = Path(args.output_dir, f"{transformers.__version__}-{args.ranks}.jsonl")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    names = args.names or [name for name in shrink.types() if name not in table.read(file)]
-
-    def one(name: str) -> None:
-        row = measure(name, args.ranks)
-        with file.open("a") as lines:
-            lines.write(json.dumps(row) + "\n")
-        print(table.line(row), file=sys.stderr, flush=True)
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(one, names))
-    rows = table.read(file)
-    print(table.page({name: rows[name] for name in args.names or rows}))
+    if args.names and Path(args.names[0]).is_dir():
+        of_folder(args.names[0])
+    else:
+        of_types(args.names, args.output_dir, args.jobs, args.ranks)
 
 
 if __name__ == "__main__":

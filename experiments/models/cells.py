@@ -2,12 +2,10 @@
 
 Plain transformers computes each text alone, in one row without padding. A cell is `right` with the
 largest difference from it, `refused` with the sentence, `wrong`, or a `traceback`.
-
-    torchrun --nproc_per_node 2 -m experiments.models.cells FOLDER_OR_TYPE
 """
 
 import json
-import sys
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -77,15 +75,20 @@ class Subject:
         self_checks.only_tokens_matter(policy, config, is_projected=is_projected)
         return policy
 
-    def plain(self, folder: Any = "", dtype: Any = torch.float32) -> Any:
-        """Plain transformers' model of a folder, by default this one."""
-        lm = AutoModelForCausalLM.from_pretrained(folder or self.folder, dtype=dtype).eval()
+    def plain(self, folder: Any, dtype: Any = torch.float32) -> Any:
+        """Plain transformers' model of a folder."""
+        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         return lm.to(distributed.device())
+
+    @cached_property
+    def lm(self) -> Any:
+        """Plain transformers' model of this folder."""
+        return self.plain(self.folder)
 
     @cached_property
     def expected(self) -> list[Tensor]:
         """Plain transformers' log-probabilities of the completions."""
-        return logps_of(self.plain(), self.pairs)
+        return logps_of(self.lm, self.pairs)
 
     def gap(self, values: Tensor, expected: Sequence[Tensor]) -> float:
         """Largest difference of a batch's values (B, C) from those of its completions."""
@@ -137,7 +140,7 @@ def backward(policy: Any, batch: Any) -> None:
 
 def gradient(subject: Subject) -> float:
     """Gradient of SFT's loss, relative to its norm."""
-    policy, plain = subject.policy(), subject.plain()
+    policy, plain = subject.policy(), subject.lm
     backward(policy, subject.batch)
     logps = logps_of.__wrapped__(plain, subject.pairs)  # type: ignore[attr-defined]
     (-torch.cat(logps).mean()).backward()
@@ -146,6 +149,7 @@ def gradient(subject: Subject) -> float:
         grads = [p.new_zeros(()) if p.grad is None else p.grad for p in (parameter, expected)]
         ours = grads[0].full_tensor() if isinstance(grads[0], DTensor) else grads[0]
         gaps, norm = gaps + (ours - grads[1]).square().sum(), norm + grads[1].square().sum()
+    plain.zero_grad()
     return float((gaps / norm).sqrt())
 
 
@@ -186,7 +190,7 @@ def grpo(subject: Subject) -> float:
     sampler = Sampler(subject.policy(), subject.vocabulary, SFTConfig(**subject.flags))
     rollouts = sampler.sample(prompts, num_samples=2)
     scoring.check_sampler(sampler, prompts, rollouts, 1.0)
-    expected = logps_of(subject.plain(), rollouts.completed(prompts))
+    expected = logps_of(subject.lm, rollouts.completed(prompts))
     return float((rollouts.token_logps[rollouts.mask] - torch.cat(expected).cpu()).abs().max())
 
 
@@ -202,7 +206,7 @@ def exact_kl(subject: Subject) -> float:
         p if p is None else rollout_copy.gather(p, p.dtype) for p in (head.weight, head.bias)
     ]
     kl = policy(subject.batch, reference=ReferenceStates(hidden, Head(*parts))).kl
-    plain, ref_plain = subject.plain(), subject.plain()
+    plain, ref_plain = subject.plain(subject.folder), subject.lm
     move(plain)
 
     def enumerated(*text: Any) -> Tensor:
@@ -232,7 +236,7 @@ def bf16(subject: Subject) -> float:
     """Mean error in bfloat16 beyond twice that of plain transformers in bfloat16."""
     with torch.no_grad():
         token_logps = subject.policy(bf16=True)(subject.batch).token_logps
-    plain = logps_of(subject.plain(dtype=torch.bfloat16), subject.pairs)
+    plain = logps_of(subject.plain(subject.folder, torch.bfloat16), subject.pairs)
     rows = zip(token_logps, subject.batch.completion_mask, subject.batch.slots, strict=True)
     ours = torch.cat([(row[m] - subject.expected[slot]).abs() for row, m, slot in rows]).mean()
     return max(0.0, float(ours - 2 * (torch.cat(plain) - torch.cat(subject.expected)).abs().mean()))
@@ -270,18 +274,17 @@ def run(folder: str, layout: str) -> Iterator[dict[str, Any]]:
                 yield result | {"kind": "traceback", "text": " ".join(text.split())}
 
 
-def main(name: str) -> None:
-    """Print the cells of a folder, or of a tiny model of a type, in both layouts. Collective."""
-    distributed.start(120.0)
-    with tempfile.TemporaryDirectory() as made:
-        folder = name if Path(name).is_dir() else distributed.from_rank0(made)
-        if folder != name and distributed.is_rank0():
+def run_type(name: str, file: str, ranks: int = 1, rank: int = 0, port: int = 0) -> None:
+    """Write the cells of a tiny model of a type, in both layouts, into a file."""
+    if ranks > 1:  # as torchrun says it
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ.update(address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)})
+    distributed.start(60.0)
+    with tempfile.TemporaryDirectory() as made, open(file, "a", buffering=1) as lines:
+        folder = distributed.from_rank0(made)
+        if distributed.is_rank0():
             shrink.save(name, Path(folder))
         distributed.barrier()
         for layout in LENGTHS:
             for result in run(folder, layout):
-                distributed.print_rank0(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+                lines.write(f"{json.dumps(result)}\n" * distributed.is_rank0())

@@ -44,12 +44,32 @@ def line(row: Row) -> str:
     return "; ".join([*texts, *filter(None, [row["end"]])])
 
 
+def outcome(result: Row) -> str:
+    """What a cell shows, in words."""
+    number = f"the largest difference is {result.get('value', 0.0):.1e}"
+    return f"{result['kind']} ({result.get('text') or number})"
+
+
+def advice(row: Row) -> str:
+    """The flags with which a folder is right."""
+    layout = layout_of(row)
+    if not layout:
+        return f"{row['type']}: right in no layout"
+    kinds = {name: each["kind"] == "right" for name, each in cells(row, layout).items()}
+    flags = [f"--layout {layout}"]
+    flags += [] if kinds["bf16"] else ["--bf16 false"]
+    flags += [] if kinds["exact KL"] else ["--kl_estimator k2 or k3"]
+    flags += [] if kinds["GRPO"] else ["--num_sample_prompts 0, and no GRPO"]
+    without = [name for name, is_right in kinds.items() if not is_right]
+    return f"use {'; '.join(flags)}" + f" (not right: {', '.join(without)})" * bool(without)
+
+
 def page(rows: Mapping[str, Row]) -> str:
     """A table with a row for each type, the sentences that it numbers, and types without one."""
     lines, notes, others = [], dict[str, int](), dict[str, list[str]]()
 
     def noted(result: Row) -> str:
-        text = result.get("text") or f"the largest difference is {result['value']:.2g}"
+        text = outcome(result).partition(" ")[2][1:-1]
         for pattern, replacement in VARYING.items():
             text = re.sub(pattern, replacement, text)
         return f"{result['kind']} ({notes.setdefault(text, len(notes) + 1)})"
