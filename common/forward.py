@@ -102,8 +102,9 @@ class Policy(nn.Module):
             use_cache=False,
         )
         hook.remove()
-        # The logits at position t predict token t + 1.
-        logits = output.logits[:, :-1].float() / temperature  # (B, C, V)
+        # The logits at position t predict token t + 1. xLSTM returns those of all tokens.
+        predicting = slice(-num_completion_tokens - 1, -1)
+        logits = output.logits[:, predicting].float() / temperature  # (B, C, V)
         normaliser = logits.logsumexp(-1)  # (B, C)
         chosen = logits.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)  # (B, C)
         token_logps = (chosen - normaliser) * batch.completion_mask
@@ -121,7 +122,7 @@ class Policy(nn.Module):
             ref_logits = reference.head.scaling.apply(output)
             ref_logps = torch.log_softmax(ref_logits / temperature, -1)
             kl = (logps.exp() * (logps - ref_logps)).sum(-1) * batch.completion_mask
-        hidden = projected[0][:, :-1] if with_hidden else None  # (B, C, D)
+        hidden = projected[0][:, predicting] if with_hidden else None  # (B, C, D)
         return CompletionScores(token_logps, entropy, kl, hidden)
 
 

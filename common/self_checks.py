@@ -65,7 +65,13 @@ def only_tokens_matter(
     num_ids = min(layer.weight.shape[0] for layer in layers if layer is not None)
     prompts, completions = probe(num_ids, config, seed)
     short = padded_batch(prompts[1:], completions[1:], 0)  # of equal lengths: without padding
-    alone = scores(model, short)  # (B, C) or (B,)
+    try:
+        alone = scores(model, short)  # (B, C) or (B,)
+    except RuntimeError as error:
+        if config.bf16 and "dtype" in str(error):  # OpenAI's GPT, Inkling 2 in transformers 5.23
+            reason = f"{name} multiplies float32 by bfloat16 in its code"
+            raise UserError(f"{reason}; train it with --bf16 false.") from None
+        raise
     limit = rounding_limit(model, short, config, alone)
 
     def refuse(batch: AnyBatch, cause: str, reason: str, tokens: slice = slice(None)) -> None:

@@ -115,10 +115,13 @@ def new_settings(lm: Any, path: str, config: TrainConfig) -> Any:
                 f"--lora_target_modules has {target!r}; it must be among the linear layers of "
                 f"{type(lm).__name__}'s blocks: {', '.join(kinds)}."
             )
+    ends = tuple(f".{target}" for target in targets)
+    outside = [n for n, m in lm.named_modules() if m not in inside and f".{n}".endswith(ends)]
     return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         target_modules=targets,
+        exclude_modules=outside or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
         revision=config.model_revision if config.model_revision != "main" else None,

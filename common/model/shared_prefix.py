@@ -32,6 +32,7 @@ PRE_ATTENTION = (
     ("input_layernorm", "self_attn"),
     ("input_layernorm", "attention"),
 )
+NO_MASK = (1, 1, 1, 1)  # shape of a mask that is not read
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")  # options of attention functions
 
 
@@ -93,7 +94,7 @@ def last_hidden_states(
         position_ids=position_ids,
         layout=layout,
         # transformers passes a mask of four dimensions on, and builds none.
-        attention_mask=torch.empty(1, 1, 1, 1),
+        attention_mask=torch.empty(NO_MASK),
         use_cache=False,
     ).last_hidden_state
     return hidden
@@ -181,6 +182,11 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: (B, T, H, d), and None for the weights."""
     if layout is None:
+        if attention_mask is not None and attention_mask.shape == NO_MASK and query.shape[2] > 1:
+            raise UserError(
+                f"{type(module).__name__} is not given the options of its model, and cannot share a "
+                "prompt; use --layout padded."
+            )
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )

@@ -83,7 +83,7 @@ class CopyingDecoder:
         """Prefill N prompts, padded on the left; `logits` (N*K, V) follow them.
 
         Raises:
-            UserError: the model has no attention, as Mamba.
+            UserError: the model has no attention, as Mamba; or another forward for one token.
         """
         self.cache = DynamicCache(config=lm.config)
         accepted = inspect.signature(lm.forward).parameters
@@ -96,6 +96,13 @@ class CopyingDecoder:
             raise UserError(
                 f"{type(lm).__name__} keeps no keys and values and cannot be sampled from; train "
                 "it with --num_sample_prompts 0, and not by GRPO."
+            )
+        limits = (getattr(module, "time_step_limit", (0.0,)) for module in lm.modules())
+        if any(limit[0] > 0 for limit in limits):  # Nemotron-H in transformers 5.23
+            raise UserError(
+                f"{type(lm).__name__} limits its time steps in a whole text and not token by token, "
+                "so that what it samples differs from what is trained; train it with "
+                "--num_sample_prompts 0, and not by GRPO."
             )
         device = lm.get_input_embeddings().weight.device
         ids, mask = (on_device(x, device) for x in padding.left_pad(prompts, pad_id))  # (N, P)
