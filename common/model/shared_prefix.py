@@ -184,8 +184,8 @@ def attend(
     if layout is None:
         if attention_mask is not None and attention_mask.shape == NO_MASK and query.shape[2] > 1:
             raise UserError(
-                f"{type(module).__name__} is not given the options of its model, and cannot share a "
-                "prompt; use --layout padded."
+                f"{type(module).__name__} is not given the options of its model, and cannot share "
+                "a prompt; use --layout padded."
             )
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
