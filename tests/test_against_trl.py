@@ -3,7 +3,7 @@
 TRL's side is TRL's own code (`trl_case.py`), never a copy of its formulas. By the calls of the
 golden cases that agree, and by further ones, both sides get the same float64 tensors: rows of
 different lengths, ratios on both sides of every bound. Where TRL and the papers part is in
-test_disagreements.py.
+test_disagreements.py. About `common.losses`, `common.advantages` and `common.objectives`.
 """
 
 from types import SimpleNamespace
@@ -149,9 +149,6 @@ def test_losses_of_trls_cpo_are_ours_without_a_reference(loss_type: str):
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
-# ---- what a rollout brings -----------------------------------------------------------------------
-
-
 def test_gdpo():
     """Three functions, one of which applies to no completion of the second prompt."""
     rewards = torch.stack([REWARDS, REWARDS.flip(0).square(), REWARDS.roll(1, 1)])
@@ -196,8 +193,6 @@ def test_weights_of_another_sampler(correction: str):
     assert ((ours == 0) | (ours == 1.3)).any()
     torch.testing.assert_close(ours, trl, rtol=1e-5, atol=1e-5)
 
-
-# ---- log-probabilities ---------------------------------------------------------------------------
 
 # Lengths of the prompts, and of the completions of each. GPT-2 needs equal prompts: TRL passes no
 # position ids (see test_disagreements.py). Rotary models do not notice.

@@ -1,7 +1,8 @@
 """Claim: a recipe and the command line become one config, every value with the type of its field.
 
 The command line wins over the recipe wherever it stands. What was used is saved, and gives the same
-config when it is used as a recipe again. That no secret is saved is in test_security.py.
+config when it is used as a recipe again. That no secret is saved is in test_security.py. About
+`common.config` and `common.record.run_folder`.
 """
 
 import dataclasses
@@ -9,7 +10,6 @@ import importlib
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,15 +173,6 @@ def test_what_ran_is_saved(tmp_path):
     for name in ("torch", "transformers", "datasets", "tokenizers", "numpy"):
         # PyPI's torch 2.14.1 names its build in __version__ only: 2.14.1+cu130.
         assert importlib.import_module(name).__version__.startswith(environment["packages"][name])
-
-
-def test_of_two_versions_the_one_that_is_imported_is_recorded(tmp_path, monkeypatch):
-    for version in ("1.0", "2.0"):
-        info = tmp_path / version / f"thing-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: thing\nVersion: {version}\n")
-    monkeypatch.setattr("sys.path", [str(tmp_path / "1.0"), str(tmp_path / "2.0"), *sys.path])
-    assert run_folder.versions()["thing"] == "1.0"
 
 
 def test_a_commit_with_a_tag_is_recorded_by_its_hash(tmp_path, monkeypatch):

@@ -2,7 +2,8 @@
 
 A truncated prompt fits, keeps header and cue, and ends where a brute-force search over all line
 breaks (sentence ends, words) would end it. Completions end in exactly one stop token. The rows of a
-step do not depend on the number of ranks, and every epoch shows every row once.
+step do not depend on the number of ranks, and every epoch shows every row once. About
+`common.data`, `common.text.tokenise`, `common.text.truncate` and `common.text.data_report`.
 """
 
 import re

@@ -3,7 +3,7 @@
 One test for each that is not among the golden cases. It says what TRL does, what the paper says,
 and shows both numbers: TRL's from TRL's own code, ours equal to the formula worked out in the test
 without either. A test that fails here after an update of TRL means that TRL has changed its mind:
-then the case moves to test_against_trl.py.
+then the case moves to test_against_trl.py. About `common.forward` and `common.objectives`.
 """
 
 import math
@@ -34,9 +34,6 @@ def close(value: Any, expected: Any, tolerance: float = 1e-6) -> None:
     value = torch.as_tensor(value, dtype=torch.float64)
     expected = torch.as_tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
-
-
-# ---- models --------------------------------------------------------------------------------------
 
 
 def test_gpt2_under_left_padding():
@@ -109,9 +106,6 @@ def test_initial_reward_head(tmp_path: Path):
         assert head.score.weight.std().item() == pytest.approx(std, rel=sampling_error)
 
 
-# ---- losses -------------------------------------------------------------------------------------
-
-
 def test_the_sft_term_of_rpo_counts_every_pair_alike():
     """RPO adds -log pi(y_w|x) / |y_w| to the loss of a pair (Pang et al. 2024, eq. 1).
 
@@ -153,9 +147,6 @@ def test_the_token_mean_does_not_depend_on_the_micro_batches():
         cut = case | {"calls": token, "micro_batches": sizes}
         close(compute(cut, OurCase)[0], (-3 - 2 + 8) / 6)
         close(compute(cut, TrlCase)[0], of_trl)
-
-
-# ---- advantages ----------------------------------------------------------------------------------
 
 
 def test_a_reward_that_applies_to_part_of_a_group():

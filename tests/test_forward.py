@@ -3,7 +3,7 @@
 Neither padding, on any side, nor the other rows change them; GPT-2 without position ids is the
 control that shows such a change. Targets: an unpadded forward pass of one row at a time over
 all positions, enumeration of all completions of a small vocabulary, and transformers' own
-sequence classifiers.
+sequence classifiers. About `common.forward`.
 """
 
 import itertools

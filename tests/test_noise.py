@@ -2,7 +2,7 @@
 
 The bits are SplitMix64's (its published outputs, and Python's unbounded integers), the numbers are
 uniform and uncorrelated along every counter, and neither the shape nor the order of the batch nor
-the process that asks changes them.
+the process that asks changes them. About `common.noise`.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Claim: micro-batches hold every completion once, within the limits, as many on every rank.
 
 The tokens a limit counts are those of the batch that is made. Rows are dealt out by length; what
-the ranks hold together does not depend on their number.
+the ranks hold together does not depend on their number. About `common.data`.
 """
 
 import random

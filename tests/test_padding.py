@@ -2,7 +2,7 @@
 
 Every row comes back out of its padded form by its mask alone, whatever the pad id; positions count
 real tokens only; a completion ends with its first stop token; a batch pairs each completion with
-its own prompt.
+its own prompt. About `common.padding`.
 """
 
 import torch
@@ -93,10 +93,3 @@ def test_batch_holds_each_prompt_next_to_its_completions(groups: list, pad_id: i
         assert kept[: batch.input_ids.shape[1] - num_columns].sum() == len(prompt)
     assert batch.num_tokens == sum(len(c) for _, c, flag in expected if flag)
     assert batch.attention_mask.any(dim=1).all(), "a row without attention would be NaN"
-
-
-def test_moving_a_batch_moves_every_tensor():
-    batch = padding.padded_batch([[1]], [[[2]]], 0).to("meta")
-    tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) > 4
-    assert all(tensor.device.type == "meta" for tensor in tensors)

@@ -4,7 +4,7 @@ Drawn by hypothesis, the same cases in every run. A score does not depend on the
 batch; no cut is too long. A file, whatever is in it, is read or refused in one sentence.
 That the two layouts score any shape alike is in `test_layouts.py`, that a cut keeps header and cue
 in `test_data.py`, what a completion and its noise depend on in `test_generation.py` and
-`test_noise.py`.
+`test_noise.py`. About `common.forward` and `common.text.reading`.
 """
 
 import gzip

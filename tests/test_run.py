@@ -1,7 +1,8 @@
 """Claim: between two waits for the device the host has little to do.
 
 The rows of the next step are packed while the device computes; and a step of GPT-2 small's depth in
-bfloat16 makes as many Python calls as a table says, most of them in torch and transformers.
+bfloat16 makes as many Python calls as a table says, most of them in torch and transformers. About
+`common.run`.
 """
 
 import cProfile

@@ -1,7 +1,7 @@
 """Claim: every check before the first step passes on what is right and refuses what is wrong.
 
 Each property is broken in the way it breaks in practice, and the message names it and says how to
-go on regardless.
+go on regardless. About `common.self_checks`.
 """
 
 from collections.abc import Iterator

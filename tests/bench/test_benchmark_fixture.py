@@ -3,7 +3,8 @@
 Texts have the lengths that were drawn and the same tokens apart as joined; the fixture follows
 from its seed; samples stop with the probability asked for; FLOP floors and bytes are those of
 hand-worked cases and of PyTorch's own counter; figures leave the warm-up out. The comparison of
-both chains says what was measured, and our commands are those of the recipes.
+both chains says what was measured, and our commands are those of the recipes. About
+`experiments.evidence.bench`.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Claim: the benchmark of one GPU keeps what it measured, whatever fails, and reads it right.
 
-Tried on a CPU by a small model, with a stand-in for TRL's processes. No GPU has run it.
+Tried on a CPU by a small model, with a stand-in for TRL's processes. No GPU has run it. About
+`experiments.evidence.bench.gpu`.
 """
 
 import json

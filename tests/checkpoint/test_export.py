@@ -3,7 +3,7 @@
 Every exported folder has a card.
 
 That the folder is the run's own is shown where there are whole runs: `test_resume.py`,
-`test_lora.py`.
+`test_lora.py`. About `common.checkpoint.export` and `common.checkpoint.hf_folder`.
 """
 
 import shutil
@@ -93,9 +93,7 @@ def test_of_two_commands_one_waits_for_the_other_s_export(run: Path) -> None:
     assert list((newest / "model").iterdir()) == []
 
 
-def test_what_is_no_checkpoint_or_damaged_is_refused(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_checkpoint_or_damaged_is_refused(run, tmp_path, monkeypatch):
     newest, before = layout.newest_first(run)
 
     def refused(checkpoint: Path, output_dir: str = "out") -> str:

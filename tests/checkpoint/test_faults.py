@@ -1,7 +1,7 @@
 """Numbers that go bad stop a run before they change a parameter, and are named.
 
 A loss or gradient that is not finite ends the run with the step, the ranks and the rows. What fails
-behind the last step leaves the model.
+behind the last step leaves the model. About `common.run` and `common.checkpoint`.
 """
 
 import importlib
@@ -74,9 +74,7 @@ def test_the_rows_are_named(stage: str, inputs: Path, tmp_path: Path) -> None:
     assert f"those of 1 rows, {BAD_ROW + 1} (rank 0)." in str(caught.value)
 
 
-def test_an_infinite_loss_of_finite_scores_stops_grpo(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_infinite_loss_of_finite_scores_stops_grpo(inputs, tmp_path, monkeypatch):
     """A loss of the second step is made infinite, as a reference that underflows would."""
     step = optim.clip_and_step
 
@@ -120,9 +118,7 @@ ROLLOUTS = {"num_generations": 2, "reward_funcs": ["length"]}
         (4, "raise ValueError('table')", "raised ValueError: table"),
     ],
 )
-def test_a_reward_function_that_fails_costs_no_step(
-    number: int, fault: str, message: str, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_reward_function_that_fails_costs_no_step(number, fault, message, inputs, tmp_path):
     """In training, in a held-out evaluation and in a table of samples: they differ in size."""
     text = ONCE.replace("NUMBER", str(number)).replace("FAULT", fault)
     (tmp_path / "rewards.py").write_text(text)
@@ -168,9 +164,7 @@ def judge(completions, trainer_state, **columns):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_fails_behind_the_export_leaves_the_model(
-    stage: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_behind_the_export_leaves_the_model(stage, inputs, tmp_path, monkeypatch):
     """A judge that cannot say anything of a finished run; elsewhere a screen that is gone."""
     more: dict[str, Any] = {"dataset_test_split": "train", "save_steps": 2}
     if stage == "grpo":
@@ -192,9 +186,7 @@ def test_what_fails_behind_the_export_leaves_the_model(
     assert [r["step"] for r in read_jsonl(run / "metrics.jsonl") if "grad_norm" in r] == [4]
 
 
-def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "replacing", mock.Mock(side_effect=ValueError("no such thing")))
     with pytest.raises(UserError, match="model could not be written .no such thing.; the same"):
         train("sft", inputs, tmp_path / "run", save_steps=0)
@@ -224,9 +216,7 @@ def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
 
 
 @pytest.mark.parametrize("best", [2, 4])
-def test_the_reward_shift_of_the_exported_model_is_logged_once(
-    best: int, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reward_shift_of_the_exported_model_is_logged_once(best, inputs, tmp_path, monkeypatch):
     fields: dict[str, Any] = {"save_steps": 2, "logging_steps": 2, "metric_for_best_model": "loss"}
     fields |= {"sft_dataset_name": str(inputs / "train.jsonl")}
     monkeypatch.setattr(best_checkpoint, "ranking", lambda folder, _: [folder_of(folder, best)])

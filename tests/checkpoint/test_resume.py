@@ -4,7 +4,7 @@ Every stage makes 6 steps with a checkpoint after the third, once in one go, onc
 processes from what a run killed in its sixth step leaves behind. Metrics (timings aside), sample
 tables and exported weights are identical, and no line of metrics is doubled or lost. So it is of
 runs that lose a rank or are stopped at random moments: the long form, over all stages and with
-kills of all ranks, is `python -m tests.fault_drill`.
+kills of all ranks, is `python -m tests.fault_drill`. About `common.checkpoint.resume`.
 """
 
 import random
@@ -140,9 +140,7 @@ def test_metrics_samples_and_weights_are_identical(folder: Path, num_ranks: int,
 
 
 @pytest.mark.parametrize(("num_ranks", "task"), RUNS)
-def test_an_exported_checkpoint_is_the_run_s_own_model(
-    folder: Path, num_ranks: int, task: str, tmp_path: Path
-) -> None:
+def test_an_exported_checkpoint_is_the_run_s_own_model(folder, num_ranks, task, tmp_path):
     """By this one process, from nothing but the checkpoint: the run may be gone."""
     run = folder / str(num_ranks) / task / "whole"
     moved = shutil.copytree(layout.folder_of(run, STEPS), tmp_path / "saved")
@@ -153,9 +151,7 @@ def test_an_exported_checkpoint_is_the_run_s_own_model(
 
 
 @pytest.mark.parametrize(("saved_on", "num_ranks", "task"), [(1, 1, "sft"), *MOVES])
-def test_a_named_checkpoint_goes_on_in_another_folder(
-    folder: Path, saved_on: int, num_ranks: int, task: str
-) -> None:
+def test_a_named_checkpoint_goes_on_in_another_folder(folder, saved_on, num_ranks, task):
     """To the bit, or up to rounding on another number of ranks."""
     whole, elsewhere = folder / f"{saved_on}/{task}/whole", moved(folder, saved_on, num_ranks, task)
     after = [line for line in untimed_lines(whole) if line["step"] > SAVED]
@@ -214,9 +210,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
         assert weights.stat().st_mtime_ns > written_at
 
 
-def test_a_run_that_lost_a_rank_and_one_that_was_stopped_end_as_if_they_had_not(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_lost_a_rank_and_one_that_was_stopped_end_as_if_they_had_not(tmp_path):
     fault_drill.prepare(tmp_path)
     case = fault_drill.Case("grpo", 2, fault_drill.MOVING)
     tally = fault_drill.drill(case, ["one", "stop"], tmp_path, random.Random(0))

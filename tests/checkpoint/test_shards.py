@@ -3,6 +3,8 @@
 - A file has the tensors, their places and the format that torch's writer gives it, on any number of
   ranks; what that one has written is read as well.
 - Writing takes no memory for what is written.
+
+About `common.checkpoint.sharded_state`.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """Claim: docs/from-trl.md has every flag of TRL, and whoever gives one here is answered with ours.
 
 Held against TRL's own config classes, against the flags that our scripts have, and against the
-table of `hints.py`.
+table of `hints.py`. About `common.config.hints`.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """Claim: every system is compared on one fixed set of pairs, and `scores.jsonl` tells it all.
 
 Scores are those of transformers on single texts, for reward models of any vocabulary and
-policies in every reading; the numbers of `results.json` follow from `scores.jsonl` alone.
+policies in every reading; the numbers of `results.json` follow from `scores.jsonl` alone. About
+`common.evaluation.summary`, `common.evaluation.records` and `common.evaluation.runs`.
 """
 
 import math
@@ -55,9 +56,6 @@ def pair(row: int, **facts: Any) -> dict[str, Any]:
     return usual | facts
 
 
-# ---- one policy, several readings ----------------------------------------------------------------
-
-
 def test_readings_of_a_policy_by_hand():
     logps, ref_logps = torch.tensor([[-4.0, -6.0]]), torch.tensor([[-4.5, -4.5]])
     pairs = [Example(0, "p", [5], [[1, 2], [1, 2, 3]], {})]
@@ -82,9 +80,6 @@ def test_a_system_with_a_score_that_is_not_finite_is_refused_at_once():
     with pytest.raises(RuntimeError, match="1 of 2 values are not finite"):
         table.add({"rm": np.array([[1.0, math.nan]])})
     assert not table.scores
-
-
-# ---- baselines and what is known of a pair -------------------------------------------------------
 
 
 def test_baselines_by_hand():
@@ -116,9 +111,6 @@ def test_odds_are_known_only_where_the_rows_say_so():
     assert [pair["label_probability"] for pair in described] == [0.9, None]
     assert summary.attainable_accuracy(described) is None
     assert summary.attainable_accuracy(described[:1]) == 0.9
-
-
-# ---- compared ------------------------------------------------------------------------------------
 
 
 def test_every_source_is_counted_by_itself_by_hand():
@@ -166,9 +158,6 @@ def test_pairs_of_one_prompt_show_no_difference():
     assert tables.difference_table(found).rows[0][1:] == ["+60.0", "12 : 0", "0.0005"]
     assert tables.accuracy_table(found).rows[1][3] == "\N{EN DASH}"
     assert tables.accuracy_cell(accuracy) == "40.0"
-
-
-# ---- the file ------------------------------------------------------------------------------------
 
 
 def random_table(seed: int, num_pairs: int = 12) -> PairScores:
@@ -221,9 +210,6 @@ def test_of_many_systems_each_is_compared_with_the_best_and_baselines_with_none(
     few = replace(found, systems=[s for s in found.systems if s.name in ("rm0", *BASELINES)])
     titles = [part.title for part in tables.comparison_sections(few)]
     assert "Differences on the same pairs" not in titles
-
-
-# ---- a whole evaluation --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -339,9 +325,7 @@ def foreign_rewards(root: str) -> list[list[float]]:
     return measure.reward_scores(function, pairs, vocabulary, config).tolist()
 
 
-def test_two_ranks_share_the_pairs_of_a_model_of_another_vocabulary(
-    folders: Path, evaluation: Path, tmp_path: Path
-):
+def test_two_ranks_share_the_pairs_of_a_model_of_another_vocabulary(folders, evaluation, tmp_path):
     table = records.read_scores(evaluation / "scores.jsonl")
     expected = table.scores["foreign"][:5]
     for rewards in launch(foreign_rewards, 2, tmp_path, root=str(folders)):
@@ -369,9 +353,7 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
         ),
     ],
 )
-def test_a_policy_is_judged_by_the_reward_of_its_run(
-    tmp_path: Path, text: str, expected: ImplicitReward
-):
+def test_a_policy_is_judged_by_the_reward_of_its_run(tmp_path, text, expected):
     folder = tmp_path / "model"
     folder.mkdir()
     assert runs.reward_of_run(str(folder)) == ImplicitReward()

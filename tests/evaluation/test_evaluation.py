@@ -2,6 +2,7 @@
 
 Targets: plain loops over single rows. Reward models used as reward functions give the rewards of
 the reward model itself, of the policy's ids where vocabularies agree and of the text where not.
+About `common.scoring`, `common.evaluation.accuracy` and `common.evaluation.pair_scores`.
 """
 
 import math
@@ -117,17 +118,6 @@ def test_ranks_score_each_row_once(model, monkeypatch, world_size, micro_batch_s
     assert num_forwards.count(0) == most
     assert len({num_forwards.count(rank) for rank in range(world_size)}) == 1
     torch.testing.assert_close(sum(parts), plain_scores(model, PAIRS), rtol=0, atol=1e-4)
-
-
-def test_a_completion_of_two_rows_is_scored_once(model):
-    def slots(model: Any, batch: Any) -> Tensor:
-        model(batch)
-        return batch.slots.double()
-
-    rest = (PAIRS, tiny.train_config(), tiny.vocabulary(), "scoring")
-    own = torch.arange(2 * len(PAIRS)).view(-1, 2).double()
-    own[6, 1] = 1  # the second completion of row 0
-    assert scoring.score_examples(model, *rest, score=slots).equal(own)
 
 
 def test_scoring_leaves_a_policy_sharded():

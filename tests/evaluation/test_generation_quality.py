@@ -1,7 +1,8 @@
 """Claim: the numbers of generations are right, and are a function of completions.jsonl alone.
 
 Targets: transformers' own logits on single rows, Google's rouge-score, plain sums over the lines of
-the file; the same lines from 1 and from 2 ranks.
+the file; the same lines from 1 and from 2 ranks. About `common.evaluation.measure`,
+`common.evaluation.judges` and `common.evaluation.results`.
 """
 
 import json

@@ -2,7 +2,8 @@
 
 Targets: counts by hand, Wilson's interval of statsmodels, simulations with a known win rate; of the
 win rate at equal length statsmodels' GLM and scipy's minimiser of the penalised likelihood. Pass@k
-and maj@k are what enumeration of all draws of k samples, and votes counted by hand, give.
+and maj@k are what enumeration of all draws of k samples, and votes counted by hand, give. About
+`common.evaluation.win_rates` and `common.evaluation.pass_rates`.
 """
 
 from itertools import combinations

@@ -1,6 +1,7 @@
 """Claim: this project computes the golden cases, and each recorded difference has its reason.
 
 TRL computes what is recorded too; the other libraries are not needed: `make conformance` runs them.
+About `experiments.evidence.conformance`.
 """
 
 import importlib

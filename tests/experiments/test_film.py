@@ -1,7 +1,8 @@
 """Claim: the recipe `film` makes its rows of ratings, and measures what its policies wrote.
 
 Targets: rows checked against the ratings that they were made of; rewards, KL and fluency of the
-written texts computed again with plain transformers.
+written texts computed again with plain transformers. About `experiments.runs.replicate` and
+`experiments.runs.overoptimization`.
 """
 
 import io

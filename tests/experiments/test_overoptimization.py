@@ -7,7 +7,8 @@ with another reward model as gold.
 Best of n is estimated without bias, curves are fitted, and a drop is no accident. Targets of best
 of n and the bound of its KL: the mean over all subsets of a pool, which has no bias, and the exact
 distribution of the best of n on a finite support. Of the fits of both forms of Gao et al. (2022):
-points made by the paper's formulas. Of a drop: curves without one.
+points made by the paper's formulas. Of a drop: curves without one. About
+`experiments.runs.overoptimization`.
 """
 
 import importlib
@@ -85,9 +86,6 @@ def measurer(folder: Path, **changes: Any) -> Measurer:
     return Measurer(settings(model_name_or_path="sft/model", **changes), "judge/model")
 
 
-# ---- measuring -----------------------------------------------------------------------------------
-
-
 def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(folder):
     first, second = (measurer(folder, missing_eos_penalty=value) for value in (-1.0, -77.0))
     rollouts = first.draw(first.reference, first.held_out, 4)
@@ -118,9 +116,6 @@ def test_a_checkpoint_is_measured_as_the_model_that_was_exported_from_it(folder)
         judges.measure("grpo/checkpoints/step_00000001", 2)
 
 
-# ---- rows ----------------------------------------------------------------------------------------
-
-
 def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(tmp_path):
     rewards = torch.tensor([[1.0, 3.0, 2.0, 9.0], [5.0, 5.0, 0.0, -1.0]])
     texts = [f" text {i}" for i in range(8)]
@@ -147,9 +142,6 @@ def test_runs_compute_in_bfloat16_where_the_experiment_does(tmp_path, monkeypatc
     for bf16 in (False, True):
         Chain(settings(**models, bf16=bf16), 3).make("dpo", "dpo", "dpo.yaml", beta=0.1)
     assert commands == [None, True]
-
-
-# ---- results -------------------------------------------------------------------------------------
 
 
 def measured(gold: np.ndarray, proxy: np.ndarray, log_ratio: np.ndarray) -> Measured:
@@ -206,9 +198,6 @@ def test_turns_are_listed_seed_by_seed_and_counted_by_both_intervals():
     assert [row[:2] for row in rows] == [["GRPO over steps", seed] for seed in "012"]
     assert rows[0][2:] == ["step 50, 100", "-0.250 [-0.500, -0.125]", "+1.00 [+0.50, +2.00]"]
     assert page.fallen({"turns": turns}).endswith(": GRPO over steps 1 of 3.")
-
-
-# ---- recipes and the chain -----------------------------------------------------------------------
 
 
 def test_the_recipes_parse_with_nothing_ignored():
@@ -321,9 +310,6 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
     assert distributed.world_size() == 1
 
 
-# ---- best of n -----------------------------------------------------------------------------------
-
-
 def best_of_subset(proxy: np.ndarray, values: np.ndarray, subset: tuple[int, ...]) -> float:
     """The mean value of those that have the subset's largest proxy reward."""
     chosen = np.array(subset)
@@ -358,8 +344,6 @@ def test_the_kl_is_that_of_many_small_completions_and_a_bound_for_few(size):
     assert exact == pytest.approx(best_of_n_kl(size), abs=2e-3)  # of the most completions
     assert best_of_n_kl(1) == 0
 
-
-# ---- curves --------------------------------------------------------------------------------------
 
 D = np.array([0.0, 0.4, 0.8, 1.5, 2.5, 4.0])
 

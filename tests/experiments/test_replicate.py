@@ -1,6 +1,7 @@
 """Claim: a recipe's chain is run for every seed, and compared with what was published.
 
-The stages are real and two steps long, in this process.
+The stages are real and two steps long, in this process. About `experiments.runs.replicate`,
+`experiments.runs.replication`, `experiments.runs.dry_run` and `experiments.runs.row_maker`.
 """
 
 import json

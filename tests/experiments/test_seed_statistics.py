@@ -1,4 +1,7 @@
-"""Claim: intervals over seeds are Student's, as scipy has them; those of a family hold together."""
+"""Claim: intervals over seeds are Student's, as scipy has them; those of a family hold together.
+
+About `experiments.runs.outcomes` and `experiments.runs.sweep`.
+"""
 
 from pathlib import Path
 

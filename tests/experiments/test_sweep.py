@@ -1,7 +1,7 @@
 """Claim: a sweep runs what its file says, pairs by seed, and reports the effect that is there.
 
 The arithmetic is tested in a world where a run's outcome is a known function of its seed and flags;
-one small sweep is real.
+one small sweep is real. About `experiments.runs.sweep`.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Claim: a typed prompt reaches the model in the form that its run trained on, and ends cleanly."""
+"""Claim: a typed prompt reaches the model in the form that its run trained on, and ends cleanly.
+
+About `experiments.chat`.
+"""
 
 import io
 import json

@@ -7,6 +7,8 @@
 - The exact KL is that of an enumeration over the vocabulary, and so is its gradient.
 - Every variant trains without a warning on two ranks, as it does on one, and differs from the rest.
 - A run whose reference moves is resumed to the bit, and so is one that is stopped between updates.
+
+About `train_grpo` and `common.grpo`.
 """
 
 import math
@@ -835,9 +837,7 @@ def test_minibatches_of_a_single_pass_are_weighed_against_the_policy_that_sample
     ],
     ids=str,
 )
-def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for(
-    base: Path, flags: dict[str, Any], estimator: str | None
-):
+def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for(base, flags, estimator):
     """A token's KL of 1/2 times a ratio of 2 or not; the exact one asks no estimator."""
     half = mock.Mock(side_effect=lambda logps, *_, **__: 0 * logps + 0.5)
     twice = mock.Mock(side_effect=lambda logps, *_: 0 * logps + 2)
@@ -874,9 +874,7 @@ def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(base: Path, num_ran
         restore_state(saved, model, model)
 
 
-def test_a_signal_between_the_updates_of_a_step_waits_for_the_last_one(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_signal_between_the_updates_of_a_step_waits_for_the_last_one(base, monkeypatch):
     """A checkpoint between them would hold some of them, and resuming would repeat these."""
     flags, update = OFF_POLICY | {"num_minibatches": 2}, Run.update
 
@@ -960,9 +958,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("flags", "words"), REFUSED, ids=str)
-def test_what_contradicts_itself_is_refused_in_one_sentence(
-    flags: dict[str, Any], words: list[str]
-):
+def test_what_contradicts_itself_is_refused_in_one_sentence(flags, words):
     with pytest.raises(UserError) as caught:
         new_config(**flags)
     tiny.check_sentence(caught.value, *words)

@@ -2,7 +2,7 @@
 
 Log-ratios and implicit rewards are those of transformers alone, one unpadded sequence at a time;
 rewards are what the function is known to give. The noise is the same at every step, and the policy
-of a step before the first is its reference.
+of a step before the first is its reference. About `common.grpo.held_out` and `common.grpo.monitor`.
 """
 
 from pathlib import Path
@@ -150,9 +150,7 @@ def test_pairs_are_compared_with_the_reference_of_the_start(tmp_path: Path) -> N
     assert abs(before["eval_kl"]) > 0.01
 
 
-def test_an_engine_that_fails_leaves_the_pairs_and_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_fails_leaves_the_pairs_and_a_warning(tmp_path, monkeypatch, capsys):
     evaluator = held_out(tmp_path, *models())
 
     def gone(*_: Any, **__: Any) -> None:
@@ -187,9 +185,7 @@ def test_of_many_completions_of_a_prompt_the_best_the_middle_and_the_worst_are_p
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == len(table)
 
 
-def test_every_reward_function_has_a_column_before_its_weight(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_reward_function_has_a_column_before_its_weight(tmp_path, capsys):
     evaluator = held_out(tmp_path, models()[0], None, num_generations=2)
     logger = RunLogger(evaluator.config, 5)
     judged_by = (evaluator.sampler, evaluator.scorer, None)

@@ -1,7 +1,8 @@
 """Claim: the objectives that docs/objectives.md has by name run with the flags that it shows.
 
 A student that is distilled on its own samples comes nearer to its teacher, a larger model with the
-same tokenizer; the KL is that of transformers' logits. Another tokenizer is refused.
+same tokenizer; the KL is that of transformers' logits. Another tokenizer is refused. About
+`train_grpo` and `train_dpo`.
 """
 
 import json

@@ -3,7 +3,8 @@
 So for the other pages at the root. The pages' shell blocks are run by bash in an empty folder, with
 programs that only note how they were called; a noted flag, module or make target must exist. What
 is noted of the block of "Your model and your data" is run in earnest, on a tiny model and few rows.
-What the pages point to is there, and the README leads to every page of `docs/`.
+What the pages point to is there, and the README leads to every page of `docs/`. About `README.md`
+and `docs`.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Claim: the examples in docstrings give what they show."""
+"""Claim: the examples in docstrings give what they show. About `common`."""
 
 import doctest
 from importlib import import_module

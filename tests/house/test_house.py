@@ -1,6 +1,7 @@
 """Claim: a module imports what is beside it or above it in the README's tree; rooms are small.
 
-Imports inside functions count. Every module can be imported by itself. There is one version.
+Imports inside functions count. Every module can be imported by itself. There is one version. About
+`common` and `README.md`.
 """
 
 import ast
@@ -11,6 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+
+from tests.map import about, tests_of_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "common").rglob("*.py"))
@@ -80,6 +83,20 @@ def test_functions_are_short():
             if isinstance(node, ast.FunctionDef):
                 most = MOST_IN_MAIN if node.name == "main" else MOST_IN_FUNCTION
                 assert node.end_lineno - node.lineno < most, (path.name, node.name)
+
+
+def test_every_test_file_says_what_it_is_about_and_every_module_has_one():
+    for file in ROOT.glob("tests/**/test_*.py"):
+        names = about(file)
+        assert names, file
+        for name in names:
+            path = ROOT / name.replace(".", "/")
+            assert (ROOT / name).exists() or path.is_dir() or path.with_suffix(".py").exists(), name
+    tests = tests_of_modules()
+    paths = [path for path in [*MODULES, *EXPERIMENTS] if path.stem != "__init__"]
+    assert set(map(dotted, paths)) <= tests.keys()
+    untested = {module.rpartition(".")[0] for module, files in tests.items() if not files}
+    assert untested <= {"experiments.models"}  # its record is its test
 
 
 def test_the_version_is_that_of_pyproject():

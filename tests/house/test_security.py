@@ -3,7 +3,7 @@
 Model folders, tokenizers, chat templates, recipes and rows that would write a file if
 they were trusted are refused in one sentence, or read without it. A run's files and its output hold
 no secret of the environment, and nobody else may change them. The code itself is searched for what
-could break this.
+could break this. About `common.model.load` and `common.record.run_folder`.
 """
 
 import ast
@@ -25,9 +25,8 @@ import torch
 from mistakes import Refusals, arguments, change
 from packaging.requirements import Requirement
 
-from common.config.parser import parse
 from common.model import load
-from experiments.runs.stages import ROOT, config_class
+from experiments.runs.stages import ROOT
 
 CODE = sorted(
     path
@@ -209,15 +208,6 @@ def test_a_recipe_runs_nothing(line, refusals):
     message = refusals.sentence("train_sft", ["--config", "r.yaml", *arguments("train_sft", {})])
     assert "r.yaml is not YAML: line 1, could not determine a constructor" in message
     assert not TRACE.exists()
-
-
-@pytest.mark.parametrize("stage", ["train_dpo", "train_grpo", "evaluate"])
-def test_the_help_says_that_a_reward_file_is_run(stage, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit):
-        parse(config_class(stage), ["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "file.py:function (your file is run as code)" in text
 
 
 # ---- what a run leaves ---------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 The `srun` of these tests starts the step twice on this machine, as two hosts. USR1 to every process
 of the step, as Slurm sends it before the time limit, leaves torchrun alive and reaches the training
 processes; a run that has saved and stopped is queued again, one that is finished is not, and
-neither is one that fails without a new checkpoint, or that was cancelled.
+neither is one that fails without a new checkpoint, or that was cancelled. About
+`assets/slurm/train.sbatch`.
 """
 
 import os

@@ -1,7 +1,7 @@
 """bfloat16 in one process computes the bits of FSDP.
 
 Losses, norms, parameters and moments agree for every kind of model, and what is exported, saved,
-sampled from and computed in float32 is the float32 parameters.
+sampled from and computed in float32 is the float32 parameters. About `common.model.bfloat16`.
 """
 
 from collections.abc import Iterator
@@ -190,9 +190,7 @@ def train_or_load(output_dir: str, *, saves: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_checkpoints_of_one_process_and_of_two_are_interchangeable(
-    num_ranks: int, tmp_path: Path
-) -> None:
+def test_checkpoints_of_one_process_and_of_two_are_interchangeable(num_ranks, tmp_path):
     saved, loaded = (
         launch(train_or_load, n, tmp_path, output_dir=str(tmp_path), saves=n == num_ranks)
         for n in (num_ranks, 3 - num_ranks)

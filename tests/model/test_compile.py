@@ -1,7 +1,8 @@
 """Claim: `--compile true` trains the same model, and no batch is compiled anew.
 
 Every kind of block, with and without gradient, is compiled once; lengths vary without it. What is
-traced runs as it is, but for one run of a step, which is compiled to C++.
+traced runs as it is, but for one run of a step, which is compiled to C++. About
+`common.model.fsdp`.
 """
 
 import functools

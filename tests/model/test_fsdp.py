@@ -3,7 +3,8 @@
 Two ranks hold their parts of the model that transformers reads, and their gradients are the sums
 that autograd gives on one process; when they are reduced is in `test_shard_gradients`. Parts that
 are swapped for quicker ones compute the same and leave no trace in an exported model. The replica
-has the policy's weights, draws what one process draws, and needs no other rank.
+has the policy's weights, draws what one process draws, and needs no other rank. About
+`common.model.fsdp` and `common.model.rollout_copy`.
 """
 
 import json
@@ -419,9 +420,7 @@ def expected_state(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_rank_holds_its_part_of_what_rank_0_read_and_rank_0_collects_it(
-    seen: list[dict[str, Any]], folder: Path, name: str
-) -> None:
+def test_every_rank_holds_its_part_of_what_rank_0_read_and_rank_0_collects_it(seen, folder, name):
     expected = expected_state(folder / name / "whole")
     for rank in seen:
         assert rank[name]["state"] == expected
@@ -436,9 +435,7 @@ def test_every_rank_holds_its_part_of_what_rank_0_read_and_rank_0_collects_it(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_sums_over_micro_batches_and_ranks(
-    seen: list[dict[str, Any]], folder: Path, name: str
-) -> None:
+def test_gradients_are_sums_over_micro_batches_and_ranks(seen, folder, name):
     del seen  # whose ranks wrote the file
     lm = AutoModelForCausalLM.from_pretrained(folder / name / "whole", dtype=torch.float32)
     for example in tiny.ragged_examples(LENGTHS):
@@ -450,9 +447,7 @@ def test_gradients_are_sums_over_micro_batches_and_ranks(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_replica_is_the_policy_and_is_freed(
-    seen: list[dict[str, Any]], name: str, when: str
-) -> None:
+def test_replica_is_the_policy_and_is_freed(seen, name, when):
     for rank in seen:
         replica = rank[name][when]
         assert replica["state"] == rank[name]["state" if when == "before" else "changed_state"]
@@ -473,9 +468,7 @@ def test_bfloat16_replica_holds_rounded_weights(seen: list[dict[str, Any]], fold
         assert rank["bfloat16 replica"] == expected
 
 
-def test_bfloat16_reward_model_has_a_float32_head_and_float32_sums(
-    seen: list[dict[str, Any]],
-) -> None:
+def test_bfloat16_reward_model_has_a_float32_head_and_float32_sums(seen):
     first, second = (rank["reward model"] for rank in seen)
     assert first["state"] == second["state"]
     assert first["block"] == ["torch.bfloat16"]
@@ -495,9 +488,7 @@ def test_frozen_models_are_held_in_bfloat16_unless_they_move(seen: list[dict[str
         assert frozen["stays, logps"] == frozen["moves, logps"]
 
 
-def test_ranks_draw_what_one_process_draws_however_the_prompts_are_shared(
-    seen: list[dict[str, Any]],
-) -> None:
+def test_ranks_draw_what_one_process_draws_however_the_prompts_are_shared(seen):
     sampler = new_sampler(Policy(tiny.causal_lm("gpt2")))
     ids = sampler.sample(PROMPTS, num_samples=3).completion_ids
     first, second = (rank["apart"] for rank in seen)
@@ -511,9 +502,7 @@ def test_ranks_draw_what_one_process_draws_however_the_prompts_are_shared(
             torch.testing.assert_close(logps, alone.token_logps, rtol=0, atol=1e-5)
 
 
-def test_a_bad_gradient_of_one_rank_or_a_head_that_differs_stops_both(
-    seen: list[dict[str, Any]],
-) -> None:
+def test_a_bad_gradient_of_one_rank_or_a_head_that_differs_stops_both(seen):
     for rank in seen:
         gradient, head = rank["apart"]["errors"]
         assert "at step 2 the gradient norm is nan" in gradient

@@ -3,7 +3,8 @@
 Targets: transformers' own models with their own (eager) attention on one padded row per completion,
 and, for a single attention call, a dense mask written token by token. Both ways of computing the
 attention are held to them, the CPU's kernel and public functions; models whose attention cannot be
-replaced are refused. Whole runs in either layout are in `test_invariance`.
+replaced are refused. Whole runs in either layout are in `test_invariance`. About
+`common.model.shared_attention` and `common.model.shared_prefix`.
 """
 
 import copy

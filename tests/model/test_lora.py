@@ -2,7 +2,8 @@
 
 Gradients are those of the merged weights by the chain rule. Layouts, ranks and resumed runs agree
 as they do without LoRA. The sampler and what is exported are the trained policy, by peft too; the
-reference is the policy as it started, as a second model of the same weights would be.
+reference is the policy as it started, as a second model of the same weights would be. About
+`common.model.lora`.
 """
 
 import json
@@ -105,9 +106,6 @@ def train(policy: Policy, num_steps: int = 3, **fields: Any) -> Policy:
     return policy
 
 
-# ---- what has adapters, and what they are --------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_layer_of_the_blocks_has_an_adapter_and_nothing_else(bases, family):
     lm = new_policy(bases[family]).lm
@@ -130,9 +128,6 @@ def test_adapters_are_put_where_they_are_asked_for(bases):
         words = f"'{target}'; it must be among .*: c_attn, c_fc, c_proj"
         with pytest.raises(UserError, match=words):
             new_policy(bases["gpt2"], lora_target_modules=[target])
-
-
-# ---- training ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -198,9 +193,6 @@ def test_recomputed_activations_give_the_same_gradient(bases, family):
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-5)
 
 
-# ---- the reference -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
 def test_a_new_policy_and_a_trained_one_with_adapters_off_are_their_base(bases, family, layout):
@@ -238,9 +230,6 @@ def test_a_reference_that_is_replaced_is_the_policy_at_that_moment(bases, bf16):
     train(policy)
     assert torch.equal(logps_of(reference), replaced)
     assert float((logps_of(policy) - replaced).abs().max()) > 0.1
-
-
-# ---- who else sees the policy --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -343,16 +332,11 @@ def test_an_adapter_to_start_from_is_merged_by_the_lines_of_the_page(
         torch.testing.assert_close(logps, logps_of(policy), rtol=0, atol=2e-5)
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
-
 def test_a_config_has_no_weights_to_adapt():
     config = lora_config("shape.json")
     with pytest.raises(UserError, match="shape.json; .* a config has no weights to adapt"):
         load.load(AutoModelForCausalLM, "shape.json", PretrainedConfig(), config)
 
-
-# ---- whole stages, on one rank and on two --------------------------------------------------------
 
 STEPS, SAVED = 4, 2
 COMMON = SHORT_RUN | {

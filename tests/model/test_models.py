@@ -3,7 +3,8 @@
 Policies and reward models are sharded, updated, exported and loaded again with transformers alone:
 same weights, same outputs, same tokenizer, ties kept, the shift of the rewards included. Reward
 heads have variance 1/(d+1), scores are read before a pad token of their own, and nothing but
-safetensors and built-in code is loaded.
+safetensors and built-in code is loaded. About `common.model.load`, `common.model.checks`,
+`common.model.text_part` and `common.checkpoint.export`.
 """
 
 import copy

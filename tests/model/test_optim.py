@@ -2,7 +2,7 @@
 
 Targets: schedule values worked by hand, the update of Loshchilov and Hutter (2019, algorithm 2)
 written out for scalars, and norms taken by `torch.linalg`. A gradient that is not finite stops the
-run before anything has changed.
+run before anything has changed. About `common.model.optim`.
 """
 
 import math

@@ -2,11 +2,11 @@
 
 Targets: `log_softmax` and sums over the vocabulary in float64, with autograd's own gradients; the
 KL divergence of two distributions that are written down; the bytes that every operation returns.
+About `common.model.projection`.
 """
 
 import functools
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -117,14 +117,6 @@ def test_values_and_gradients_are_those_of_autograd(used, temperature, with_bias
     compare(used, inputs(with_bias=with_bias), temperature=temperature)
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 10, 11, 12])
-def test_chunks_change_nothing(rows_at_once):
-    numbers = rows_at_once * VOCAB
-    for extra in (0, VOCAB - 1):  # numbers that do not make a further row
-        compare(OUTPUTS, inputs(seed=rows_at_once), chunk_numbers=numbers + extra, temperature=0.8)
-    compare(OUTPUTS, inputs(), chunk_numbers=1)  # a row is the least
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(0, 9),
@@ -145,32 +137,6 @@ def test_outputs_that_were_not_asked_for_are_empty():
     with_entropy = token_statistics(tensors["hidden"], head, tensors["tokens"], with_entropy=True)
     assert [len(values) for values in with_entropy] == [ROWS, ROWS, 0]
     assert torch.equal(plain.token_logps, with_entropy.token_logps)
-
-
-def test_the_kl_is_from_the_policy_to_the_reference():
-    """Distributions (1/2, 1/4, 1/4) and (1/4, 1/4, 1/2): not symmetric with (1/8, 7/16, 7/16)."""
-    p, q = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.375, 0.375]])
-    kls = {}
-    for name, policy, reference in (("p to q", p, q), ("q to p", q, p)):
-        statistics = token_statistics(
-            torch.ones(2, 1),
-            Head(policy.log()[:, None], None),
-            torch.tensor([0, 2]),
-            with_entropy=True,
-            ref_hidden=torch.ones(2, 1),
-            ref_head=Head(reference.log()[:, None], None),
-        )
-        assert statistics.token_logps.tolist() == pytest.approx(
-            [math.log(policy[0]), math.log(policy[2])]
-        )
-        entropy = -sum(x * math.log(x) for x in policy.tolist())
-        assert statistics.entropy.tolist() == pytest.approx([entropy] * 2)
-        kls[name] = statistics.kl.tolist()
-    p_to_q = 0.5 * math.log(2) + 2 * 0.25 * math.log(0.25 / 0.375)
-    q_to_p = 0.25 * math.log(0.5) + 2 * 0.375 * math.log(0.375 / 0.25)
-    assert kls["p to q"] == pytest.approx([p_to_q] * 2, abs=1e-6)
-    assert kls["q to p"] == pytest.approx([q_to_p] * 2, abs=1e-6)
-    assert abs(p_to_q - q_to_p) > 1e-3
 
 
 def test_bfloat16_inputs_are_projected_in_float32():
@@ -293,15 +259,3 @@ def test_memory_does_not_grow_with_rows_times_vocabulary(with_kl):
         assert large < small + per_row < logits_bytes / 5
     whole = peak_bytes(400, vocab, 400 * vocab, with_kl)  # the control: small batches keep theirs
     assert min(whole) >= logits_bytes
-
-
-def test_a_frozen_head_gets_no_gradient():
-    hidden = torch.randn(5, 4, requires_grad=True)
-    frozen = Head(torch.randn(7, 4), None)
-    tokens = torch.arange(5)
-    token_statistics(hidden, frozen, tokens).token_logps.sum().backward()
-    expected = torch.autograd.grad(
-        torch.log_softmax(hidden @ frozen.weight.t(), -1)[torch.arange(5), tokens].sum(), hidden
-    )
-    torch.testing.assert_close(hidden.grad, expected[0])
-    assert frozen.weight.grad is None

@@ -8,7 +8,8 @@
 - An update sums two numbers over the ranks: the squared norm of the gradients, and how many losses
   are not finite.
 
-Of 8 and of 64 ranks one is run, in one process: the others are only said to be there.
+Of 8 and of 64 ranks one is run, in one process: the others are only said to be there. About
+`common.model.fsdp`.
 """
 
 import gc
@@ -163,9 +164,7 @@ def calls(seen: CommDebugMode) -> Counter[str]:
     ("num_ranks", "fake_world", "num_replicas"),
     [(2, 0, 1), (4, 0, 2), (1, 8, 1), (1, 64, 1), (1, 64, 8)],
 )
-def test_a_rank_holds_and_sends_its_shard(
-    tmp_path: Path, num_ranks: int, fake_world: int, num_replicas: int
-) -> None:
+def test_a_rank_holds_and_sends_its_shard(tmp_path, num_ranks, fake_world, num_replicas):
     group = {"num_replicas": num_replicas, "fake_world": fake_world}
     sharded, whole = launch(accumulate_both_ways, num_ranks, tmp_path, **group)[0]
     num_shards = (fake_world or num_ranks) // num_replicas

@@ -1,4 +1,7 @@
-"""Claim: on a GPU a pass is as large as its memory allows, unless a flag says otherwise."""
+"""Claim: on a GPU a pass is as large as its memory allows, unless a flag says otherwise.
+
+About `common.model.sizes`.
+"""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Claim: pairs are chosen, dropped and written as their papers and flags say.
 
 RSO's pairs are random among those accepted, the winner is the one with the higher reward, and a
-pair without a difference is dropped and counted.
+pair without a difference is dropped and counted. About `experiments.sample_pairs`.
 """
 
 from collections import Counter
@@ -208,9 +208,6 @@ def test_flags_that_make_no_pairs_are_refused(fields, message):
     with pytest.raises(UserError) as refusal:
         sample_pairs.PairsConfig(**({"output_dir": "unused", "reward_funcs": ["gold"]} | fields))
     assert message in str(refusal.value)
-
-
-# ---- margins and lengths of pairs ----------------------------------------------------------------
 
 
 def with_margins(*values: Any) -> list[Example]:

@@ -3,7 +3,7 @@
 Every name that a stage or the evaluation writes is in the table of `docs/metrics.md`. A phase is
 the seconds of a step, however often it is entered; on a GPU, here replaced by a device with a
 separate clock, it is timed by the device and the loop never waits. A profile is whole files or
-none, and off it costs and writes nothing.
+none, and off it costs and writes nothing. About `common.record`.
 """
 
 import json
@@ -171,9 +171,7 @@ def test_the_page_of_symptoms_names_flags_and_metrics_that_exist() -> None:
     assert metrics <= set(METRICS)
 
 
-def test_what_evaluation_writes_of_a_system_is_in_the_table(
-    tmp_path: Path, tiny_gpt2: Path, tokenizer_folder: Path
-) -> None:
+def test_what_evaluation_writes_of_a_system_is_in_the_table(tmp_path, tiny_gpt2, tokenizer_folder):
     flags = {
         "dataset_name": "synthetic",
         "tokenizer_name_or_path": str(tokenizer_folder),
@@ -217,9 +215,7 @@ def test_a_step_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture
     assert line in capsys.readouterr().out
 
 
-def test_a_line_of_a_step_fits_80_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_of_a_step_fits_80_columns(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     run = logger(tmp_path)
     values = {name: 1.25e-5 for name in CONSOLE if name not in PREFIXES}
@@ -248,9 +244,7 @@ def test_a_broken_line_in_the_middle_is_an_error_for_a_reader(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
-def test_a_full_disk_ends_the_run_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
     run = logger(tmp_path)
     full = SimpleNamespace(writelines=lambda lines: Path("/dev/full").write_text("".join(lines)))
     monkeypatch.setitem(run._files, "metrics.jsonl", full)
@@ -258,9 +252,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence(
         run.log(1, {"loss": 1.0})
 
 
-def test_other_ranks_write_and_print_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_ranks_write_and_print_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_logger, "is_rank0", lambda: False)
     run = logger(tmp_path / "run", report_to="wandb")
     run.status("sampling")
@@ -329,9 +321,7 @@ def test_step_time_leaves_evaluation_out(tmp_path: Path, clock: SimpleNamespace)
     assert resumed["step_seconds"] == pytest.approx(30.0)
 
 
-def test_a_console_line_has_the_glossary_s_names_and_every_reward_function(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_console_line_has_the_glossary_s_names_and_every_reward_function(tmp_path, capsys):
     run = logger(tmp_path)
     run.log(2, {"reward_shift": -1.5})
     run.log(3, {"tokens_per_second": 120.0, "reward/gold": 0.5, "reward": 2.0, "reward/a": 3.0})
@@ -344,9 +334,7 @@ def test_a_console_line_has_the_glossary_s_names_and_every_reward_function(
     ]
 
 
-def test_off_a_terminal_the_bar_writes_a_few_whole_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_off_a_terminal_the_bar_writes_a_few_whole_lines(tmp_path, capsys):
     run = logger(tmp_path)
     run._bar.delay = 0.0  # as after half a minute
     for step in range(1, 101):
@@ -362,9 +350,7 @@ def test_off_a_terminal_the_bar_writes_a_few_whole_lines(
     assert len(captured.out.splitlines()) == 100
 
 
-def test_on_a_terminal_the_bar_says_what_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_terminal_the_bar_says_what_happens(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = logger(tmp_path, start_step=40)
     run._bar.mininterval = 0.0
@@ -387,9 +373,7 @@ def test_off_a_terminal_counted_items_are_whole_lines_too(capsys: Any) -> None:
     assert re.search(r"50/50 .* step/s\]", lines[-2])
 
 
-def test_samples_are_printed_and_their_history_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_are_printed_and_their_history_is_kept(tmp_path, capsys):
     row = {
         "prompt": "A post.\n\nTL;DR:",
         "completion": " My cat | left\u2028\x1b[2J",
@@ -450,9 +434,7 @@ def test_format_number(value: float, text: str) -> None:
     assert format_number(value) == text
 
 
-def test_wandb_offline_records_a_run_and_resumes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_offline_records_a_run_and_resumes_it(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -492,13 +474,7 @@ def wandb_without(broken: str, message: str) -> Any:
         *((wandb_without(name, "gone"), "stopped (gone)") for name in ("log", "Table", "finish")),
     ],
 )
-def test_a_run_goes_on_without_wandb(
-    module: Any,
-    warning: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_goes_on_without_wandb(module, warning, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", module)
     run = logger(tmp_path, report_to="wandb")
     for step in (1, 2):
@@ -530,12 +506,6 @@ def test_entries_of_a_phase_add_up_per_step(clock: SimpleNamespace) -> None:
     assert sums.reduce() == {}
 
 
-@pytest.mark.parametrize("name", ["loss", "sample", "step_seconds", "seconds", ""])
-def test_a_name_that_is_no_phase_is_refused(name: str) -> None:
-    with pytest.raises(AssertionError, match="not a phase"), Accumulator("cpu").timed(name):
-        pytest.fail("the block ran")
-
-
 class Event:
     """Of a GPU with a queue: it gets the device's time when the device comes to it."""
 
@@ -558,9 +528,7 @@ class Event:
         return end.time - self.time
 
 
-def test_on_a_gpu_the_device_is_timed_and_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
-) -> None:
+def test_on_a_gpu_the_device_is_timed_and_not_waited_for(monkeypatch, clock):
     sums = Accumulator("cpu")
     sums._on_gpu = True
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -1,7 +1,7 @@
 """Claim: the tables of the recipe `film` say what its records hold, with intervals that cover.
 
 Targets: Student's intervals where one factor varies, coverage by simulation, and records written
-by hand.
+by hand. About `assets/recipes/film/tables.py`.
 """
 
 import json

@@ -1,6 +1,7 @@
 """Claim: a record is of a clean commit, is not made twice, and is never lost to one that failed.
 
-The commands of all parts exist, with all their flags, and records are of them.
+The commands of all parts exist, with all their flags, and records are of them. About
+`experiments.evidence.make` and `experiments.evidence.records`.
 """
 
 import argparse
@@ -88,9 +89,7 @@ def test_a_record_is_of_the_last_commit_of_code(tree: Path):
     assert commit(tree) == make.code_commit() != code
 
 
-def test_what_is_recorded_is_not_made_again(
-    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_recorded_is_not_made_again(tree, capsys, monkeypatch):
     assert make.main(["one"]) == 0
     record = record_of("one")
     assert record.git_commit == make.code_commit()
@@ -149,9 +148,7 @@ def test_the_commit_is_what_runs_whatever_is_edited_meanwhile(tree: Path):
     assert (of_commit / "data" / "rows").exists()
 
 
-def test_a_failed_start_leaves_the_record_and_adds_its_time(
-    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_start_leaves_the_record_and_adds_its_time(tree, capsys, monkeypatch):
     make.main([])
     old = record_of("one")
     (tree / "adder.py").write_text("raise SystemExit(3)\n")

@@ -1,7 +1,8 @@
 """Claim: a table of README or `docs/` says what its record says, and pictures are drawn from it.
 
 The pages are compared with what the records of this repository give. One table is worked out by
-hand. The table of claims of papers has for each what its rule makes of the records.
+hand. The table of claims of papers has for each what its rule makes of the records. About
+`experiments.evidence.tables` and `experiments.evidence.records`.
 """
 
 import json
@@ -53,9 +54,7 @@ def test_tables_are_those_of_the_records(page: Path):
 @pytest.mark.parametrize(
     "part", ["demo", "bench-tiny", "one-sentence", "ablations", "overoptimization"]
 )
-def test_a_picture_is_as_narrow_as_a_phone_needs(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_picture_is_as_narrow_as_a_phone_needs(part, tmp_path, monkeypatch):
     monkeypatch.setattr(studies, "ROOT", tmp_path)
     picture = studies.figures()[part]()
     assert isinstance(picture, Path)

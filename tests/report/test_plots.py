@@ -1,4 +1,7 @@
-"""Figures and the report show what was recorded: the right numbers, in files that can be read."""
+"""Figures and the report show what was recorded: the right numbers, in files that can be read.
+
+About `common.report`.
+"""
 
 import json
 import math
@@ -130,9 +133,7 @@ def test_nothing_recorded_is_no_picture(tmp_path: Path) -> None:
     assert plot_run(record(tmp_path / "run", [{"step": 1, "tokens": 5.0}])) == []
 
 
-def test_other_ranks_draw_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: Results
-) -> None:
+def test_other_ranks_draw_nothing(tmp_path, monkeypatch, results):
     monkeypatch.setattr(plots, "is_rank0", lambda: False)
     monkeypatch.setattr(evaluation_report, "is_rank0", lambda: False)
     assert plot_run(record(tmp_path / "run", [{"step": 1, "loss": 1.0}])) == []
@@ -183,14 +184,6 @@ def test_evaluations_are_drawn_with_their_intervals() -> None:
     assert len(gap) == 0
 
 
-def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
-    import matplotlib
-
-    with matplotlib.rc_context({"font.size": 13.5}):
-        plot_run(record(tmp_path / "run", [{"step": 1, "loss": 1.0}]))
-        assert matplotlib.rcParams["font.size"] == 13.5
-
-
 # --- table and report ---
 
 
@@ -228,9 +221,7 @@ def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(results: Res
     assert dot.get_ydata().tolist() == [0.891]
 
 
-def test_the_report_holds_table_picture_curves_samples_and_the_ties(
-    tmp_path: Path, results: Results
-) -> None:
+def test_the_report_holds_table_picture_curves_samples_and_the_ties(tmp_path, results):
     run_dir = record(tmp_path / "the run", [{"step": s, "loss": 1 / s} for s in range(1, 100)])
     plot_run(run_dir)
     results.dataset = "/home/someone/data/pairs"
@@ -286,9 +277,7 @@ def test_the_summary_draws_each_system_at_its_accuracy(results: Results) -> None
     assert ends == [pytest.approx([43.0, 57.0]), pytest.approx([75.0, 86.0])]
 
 
-def test_a_system_has_one_colour_in_every_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_has_one_colour_in_every_picture(tmp_path, monkeypatch):
     colours = plots.system_colours(["mine", "sft", "grpo", "another", "mine"])
     assert len(set(colours.values())) == 4
     others = plots.system_colours(["grpo", "reward", "sft"])
@@ -308,9 +297,7 @@ def test_steps_are_labelled_by_whole_numbers() -> None:
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
-def test_the_terminal_shows_the_systems_and_win_rates(
-    results: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_terminal_shows_the_systems_and_win_rates(results, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     pairs = [("DPO", "SFT", 0.625), ("SFT", "reference completion", 0.4), ("GRPO", "SFT", 0.7)]
     results.win_rates = [replace(RATE, a=a, b=b, win_rate=value) for a, b, value in pairs]
@@ -329,9 +316,7 @@ def test_the_terminal_shows_the_systems_and_win_rates(
 
 
 @pytest.mark.parametrize("columns", ["", "80", "62"])
-def test_no_line_of_the_terminal_is_longer_than_it(
-    results: Results, columns: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_line_of_the_terminal_is_longer_than_it(results, columns, monkeypatch):
     """Without a terminal 80; a wide table becomes several, each with the names of its rows."""
     monkeypatch.setenv("COLUMNS", columns)
     name = "output/a quite long name of an experiment/grpo-beta-0.05-seed-17"

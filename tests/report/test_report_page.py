@@ -1,7 +1,8 @@
 """A report shows what it is given, as text whatever it holds, in one file that Chromium opens.
 
 In a browser: no error on the console, nothing from the network, pictures there, no page that is
-wider than a phone, samples and steps to leaf through, colours and values as given.
+wider than a phone, samples and steps to leaf through, colours and values as given. About
+`common.report.page`, `common.report.blocks` and `common.report.markdown`.
 """
 
 import json

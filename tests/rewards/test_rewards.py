@@ -6,7 +6,8 @@ logs is kept by name, and what cannot be logged is refused; whole runs are in `t
 What a function written for TRL gets is in `test_trl_rewards`.
 
 A function may reward steps: process supervision (DeepSeekMath section 4.1.3). The steps of all
-functions are joined, and their sum is what is selected on and logged.
+functions are joined, and their sum is what is selected on and logged. About `common.rewards` and
+`common.objectives.user_files`.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 TRL's own lines call a function on a stand-in for its trainer, a run's scorer calls the same one;
 what it was given is compared, for rows of text and for conversations, and what comes out of both.
 A reward model of conversations that TRL trained has TRL's scores here, ours has ours in TRL: as a
-judge of pairs and of rollouts.
+judge of pairs and of rollouts. About `common.rewards.score` and `common.rewards.models`.
 """
 
 from pathlib import Path

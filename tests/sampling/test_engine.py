@@ -3,7 +3,8 @@
 Here the server is a stand-in with transformers' own models; `test_vllm.py` asks vLLM itself. Every
 weight reaches the server before it samples, adapters merged; completions, stop rule and
 log-probabilities come back in our sampler's shape; a server that is gone or answers nonsense ends
-the run in a sentence, and the run goes on from the step before.
+the run in a sentence, and the run goes on from the step before. About `common.sampling.engine` and
+`common.sampling.vllm`.
 """
 
 import copy

@@ -4,7 +4,8 @@ Greedy completions are those of transformers' `generate`; sampled ones have the 
 enumeration gives (chi-square), also restricted to top-k or top-p; their log-probabilities are the
 scorer's. A completion is decided by (seed, step, prompt, sample) alone: not by the batch, the rank,
 the number of samples or the layout, of which the default keeps a prompt's keys and values once. It
-ends with its first stop token. Sampling on several ranks is in `test_fsdp`.
+ends with its first stop token. Sampling on several ranks is in `test_fsdp`. About
+`common.sampling.sampler`, `common.sampling.decode` and `common.sampling.shared`.
 """
 
 import math
@@ -65,9 +66,6 @@ def gpt2() -> Any:
     return tiny.causal_lm("gpt2")
 
 
-# ---- greedy --------------------------------------------------------------------------------------
-
-
 def generate(
     lm: Any, prompts: list[list[int]], stop_ids: list[int], length: int
 ) -> list[list[int]]:
@@ -113,9 +111,6 @@ def test_greedy_completions_are_those_of_generate(family):
 def test_greedy_logps_are_of_the_distribution_at_temperature_1(gpt2):
     rollouts = new_sampler(gpt2).sample(EXAMPLES, temperature=0)
     assert_scorer_agrees(gpt2, EXAMPLES, rollouts, num_samples=1, temperature=1.0)
-
-
-# ---- the distribution of the samples -------------------------------------------------------------
 
 
 def chi_square_p(observed: Tensor, probabilities: Tensor) -> float:
@@ -262,9 +257,6 @@ def test_samples_of_a_prompt_are_independent():
         assert chi_square_p(torch.bincount(pairs, minlength=16).double(), uniform) > 1e-3
 
 
-# ---- draw ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_that_has_diverged_is_named_and_draws_no_token_that_is_none(layout, temperature):
@@ -290,9 +282,6 @@ def test_draw_never_gives_a_token_of_probability_zero_and_reaches_the_ends():
     logps = torch.full((2, num_tokens), math.log(1 / num_tokens) - 1e-4)  # they sum to 0.9999
     uniforms = torch.tensor([1e-12, 1 - 1e-12], dtype=torch.float64)
     assert inverse_cdf(logps, uniforms).tolist() == [0, num_tokens - 1]
-
-
-# ---- log-probabilities ---------------------------------------------------------------------------
 
 
 def assert_scorer_agrees(
@@ -329,9 +318,6 @@ def test_sampled_logps_are_those_of_the_scorer(family, shape, temperature, layou
     assert len({len(ids) for ids in rollouts.completion_ids}) > 5  # rows left in between
     plain = tiny.causal_lm(family, is_plain=True, **shape)
     assert_scorer_agrees(plain, EXAMPLES, rollouts, num_samples=4, temperature=temperature)
-
-
-# ---- a completion is a function of (seed, step, prompt, sample) ----------------------------------
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -375,9 +361,6 @@ def test_seed_step_prompt_and_sample_each_change_the_completion(gpt2):
     assert len({tuple(ids) for ids in base}) == 4  # two rows, two samples
     for other in (sample(seed=1), sample(step=1)):
         assert all(a != b for a, b in zip(base, other, strict=True))
-
-
-# ---- where a completion ends ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stop_ids", [(12, STOP), MANY_STOPS])
@@ -627,9 +610,6 @@ def test_the_table_shows_texts_without_the_stop_token_and_why_a_row_stopped(gpt2
     assert [row["stopped by"] for row in table] == ["stop token", "length limit"] * 2
 
 
-# ---- the copy that is sampled from ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_second_phase_under_bfloat16_draws_what_the_first_drew(family):
     """Packing gives up the copy's weights; the next phase fills it in the same dtypes."""
@@ -651,8 +631,6 @@ def test_a_packed_layer_with_a_bias_of_another_dtype():
     expected = torch.nn.functional.linear(inputs, layer.weight, layer.bias.float())
     torch.testing.assert_close(PackedLinear(layer)(inputs), expected)
 
-
-# ---- hybrid attention ----------------------------------------------------------------------------
 
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],

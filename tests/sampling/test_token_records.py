@@ -1,7 +1,8 @@
 """Tables of samples hold the log-probabilities of tokens under policy and reference; so do reports.
 
 The target is a plain forward pass of the Hugging Face model, a completion at a time. What a reward
-function logs is in the tables, and recorded as the mean of its calls, whichever ranks call.
+function logs is in the tables, and recorded as the mean of its calls, whichever ranks call. About
+`common.sampling.token_records` and `common.report.sections`.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Claim: a vLLM server samples from the policy, with its current weights.
 
 For real, on a CPU: `make test-vllm`. Servers are started by the lines in `docs/rollout_engine.md`.
-Log-probabilities are within 1e-5 nats of ours in float32.
+Log-probabilities are within 1e-5 nats of ours in float32. About `common.sampling.vllm`.
 """
 
 import importlib.util

@@ -4,7 +4,8 @@ On two processes under torchrun: an exception in a reward function or elsewhere 
 with rank and step; a process that is killed leaves no other
 behind, and is started again by torchrun to finish the run; one that hangs ends the run after
 `ddp_timeout`. Ranks with unequal rows, or with none at all, make the steps that one process makes.
-SIGTERM for `make` ends the run that it started; otherwise two runs would go on at once.
+SIGTERM for `make` ends the run that it started; otherwise two runs would go on at once. About
+`common.launch` and `common.shutdown`.
 """
 
 import ctypes
@@ -363,17 +364,13 @@ def status_of_orphan(parent: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize(("parent", "status"), [("systemd", -signal.SIGKILL), ("pt_elastic", 7)])
-def test_a_process_whose_torchrun_died_while_it_imported_ends(
-    parent: str, status: int, tmp_path: Path
-) -> None:
+def test_a_process_whose_torchrun_died_while_it_imported_ends(parent, status, tmp_path):
     assert launch(status_of_orphan, 1, tmp_path, parent=parent) == [status]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("is_fast", [False, True])
-def test_a_cpu_on_which_bfloat16_is_slow_is_named(
-    device: str, is_fast: bool, capsys: Any, monkeypatch: Any
-) -> None:
+def test_a_cpu_on_which_bfloat16_is_slow_is_named(device, is_fast, capsys, monkeypatch):
     monkeypatch.setattr(distributed, "device", lambda: torch.device(device))
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_fast)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))

@@ -1,7 +1,8 @@
 """A real run that is sent a signal saves, says so and exits as a shell has it; again, it goes on.
 
 Each of the four signals is sent to a process in mid-run, and only Slurm's is no failure; a signal
-in the last evaluation, and a kill there, lose no step and find the model exported.
+in the last evaluation, and a kill there, lose no step and find the model exported. About
+`common.shutdown.signals`.
 """
 
 import os

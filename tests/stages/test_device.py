@@ -10,7 +10,8 @@
 - A run that goes on from a checkpoint is the one that never stopped, to the bit.
 - An evaluation finds what it finds on the CPU, up to rounding: accuracies, rewards, win rates.
 
-The device is that of `tests/support/sim_device.py`. No GPU was there.
+The device is that of `tests/support/sim_device.py`. No GPU was there. About `train_sft`,
+`train_reward`, `train_dpo`, `train_grpo`, `evaluate` and `common.sampling.graphs`.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""The first steps of every stage are those of `tests/golden`: no commit moves a number unseen."""
+"""The first steps of every stage are those of `tests/golden`: no commit moves a number unseen.
+
+About `train_sft`, `train_reward`, `train_dpo` and `train_grpo`.
+"""
 
 import pytest
 from trajectories import CASES, Change, changes, label

@@ -5,6 +5,7 @@ gradient norms and exported weights of two hosts with a process each are those o
 for every stage, under plain FSDP and under HSDP. When the second host is cut off amid a run, both
 end within the timeouts that were set, each with its traceback; the same command, but for the
 timeout, then resumes from the checkpoint, and its weights are those of a run that nobody disturbed.
+About `common.distributed`.
 """
 
 import os
@@ -199,9 +200,7 @@ def seconds_to_end_without_second(hosts: TwoHosts, scripts: list[Script]) -> lis
     return seconds
 
 
-def test_a_host_that_is_cut_off_ends_the_run_which_then_resumes(
-    hosts: TwoHosts, folder: Path, start_flags: dict[str, str]
-) -> None:
+def test_a_host_that_is_cut_off_ends_the_run_which_then_resumes(hosts, folder, start_flags):
     run = folder / "cut_off"
     for name in ("cut", "reached"):
         (folder / name).unlink()

@@ -4,7 +4,7 @@ The sentence names the flag, or the file and its row, the value, and what is all
 been written by then, the folder of the run is not even made. The table of `MISTAKES` runs the
 stages as a user does, but in this process: nearly all are refused before any weights are read. Some
 run as real commands, alone and under torchrun, where the sentence is printed once. The malformed
-things themselves are in `mistakes.py`.
+things themselves are in `mistakes.py`. About `common.errors` and `common.config.parser`.
 """
 
 import gzip
@@ -24,7 +24,7 @@ import pytest
 import tiny
 import torch
 from mistakes import STAGES, Refusals, arguments
-from ranks import ROOT, Script, environment
+from ranks import ROOT, environment
 from safetensors.torch import load_file, save_file
 
 from common import self_checks
@@ -341,11 +341,3 @@ def test_two_processes_print_the_sentence_once(folder):
     assert result.returncode != 0
     assert result.stderr.startswith("error: ")  # no library logs a second try
     check_said_once(result.stderr, "dataset_name 'no/body' (split 'train') is no local ")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere libraries do not survive a fork")
-def test_what_all_processes_refuse_is_printed_once(folder, tmp_path):
-    command = [ROOT / "train_sft.py", *arguments("train_sft", {"batch_size": 3})]
-    log = tmp_path / "log"
-    assert Script(command, log, ("--standalone", "--nproc_per_node", "2")).wait(100) != 0
-    check_said_once(log.read_text(), "--batch_size is 3, which 2 processes cannot share evenly; ")

@@ -7,7 +7,8 @@ for all its completions; without their self-checks, so that a mistake shows in t
 
 Tolerances: two computations of a gradient are a tenth of `tiny.gradient_rounding` apart at most,
 which is 1e-5 of its norm here; a loss has fewer roundings. GRPO's loss, KL and reward and the cells
-of the table are means of numbers of about 1 and may be near 0: 1e-6 more, 16 roundings of 1.
+of the table are means of numbers of about 1 and may be near 0: 1e-6 more, 16 roundings of 1. About
+`experiments.evidence.one_file`.
 """
 
 import json
@@ -288,9 +289,7 @@ def test_the_defaults_are_the_demo_s() -> None:
         assert getattr(f, name) == getattr(configs["grpo"], name), name
 
 
-def test_the_command(
-    scripts: Scripts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_command(scripts, monkeypatch, capsys):
     """Two steps of every stage, on few rows."""
     recipes = dict.fromkeys(one_file.RECIPES, (8, 4, 2, 0.001, 1, 0.99, 0.0))
     monkeypatch.setattr(one_file, "RECIPES", recipes)

@@ -1,7 +1,8 @@
 """Claim: a run of a stage is made once, and again only when something that made it has changed.
 
 The scripts here are a few lines that write what a stage writes; every run is a child process, as in
-a driver. One run is of a real stage, with a patch.
+a driver. One run is of a real stage, with a patch. About `experiments.runs.stages` and
+`experiments.runs.patched`.
 """
 
 import json

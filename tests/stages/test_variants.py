@@ -2,7 +2,7 @@
 
 Every field of a stage's own configuration takes another value than its default in some variant, and
 each of its choices is taken; the comparison of two runs counts flipped completions, and measures
-losses and weights, by hand.
+losses and weights, by hand. About `tests/variants.py`.
 """
 
 from dataclasses import fields

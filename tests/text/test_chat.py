@@ -1,7 +1,8 @@
 """Claim: rows of messages train on what the tokenizer's chat template writes, and on nothing else.
 
 Prompt and completion joined are the rendered conversation, the completion begins where the
-assistant's last turn does and ends in the stop token, and a prompt of messages is never cut.
+assistant's last turn does and ends in the stop token, and a prompt of messages is never cut. About
+`common.text.chat`.
 """
 
 import copy

@@ -1,6 +1,7 @@
 """Claim: ROUGE is that of Google's `rouge-score` package, on real and on random texts.
 
-And the share of distinct texts is that of those that differ by more than space.
+And the share of distinct texts is that of those that differ by more than space. About
+`common.text.overlap`.
 """
 
 import random

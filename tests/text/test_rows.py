@@ -2,6 +2,7 @@
 
 The sentence names the file or split, the row and the column. CNN/DailyMail rows of
 `trl-lib/tldr-preference` are distinguished by the two prompt layouts of TRL's conversion script.
+About `common.text.reading`, `common.text.sources` and `common.text.example`.
 """
 
 import gzip
@@ -285,20 +286,6 @@ UNREADABLE = [
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, told):
     (tmp_path / name).write_bytes(content)
     assert told in refusal(str(tmp_path / name), "train")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("data/nope.jsonl", "./nope", "/nope/nope", "a/b/c", "~/nope", "~nosuchuser/a"),
-        *("data/nope", "output/nope", "mine/nope"),  # the last is in a folder of this name
-    ],
-)
-def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    monkeypatch.setattr(sources, "rows_of", lambda *_: pytest.fail("asked the hub"))
-    assert f"{name!r} does not exist" in refusal(name, "train")
 
 
 def test_a_missing_folder_of_a_recipe_names_what_makes_it():

@@ -2,7 +2,8 @@
 
 The rows are those of its page on dataset formats; what a stage reads of them is written out by
 hand. Those of ShareGPT, Alpaca and plain text are refused with the page that has a `map` for each.
-Rows with a blank or null cell are dropped, counted and named; columns may have other names.
+Rows with a blank or null cell are dropped, counted and named; columns may have other names. About
+`common.text.schemas`.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Claim: rows that a machine's processes share are those that each would have made itself.
 
 What is mapped equals what was tokenised, to the last id, text and column; it is made once per
-machine in every run, whatever ran before, and nothing of it is left when the run trains.
+machine in every run, whatever ran before, and nothing of it is left when the run trains. About
+`common.text.shared_rows`.
 """
 
 import copy

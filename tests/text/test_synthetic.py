@@ -3,7 +3,7 @@
 The gold reward agrees with sums worked by hand and cannot be raised by listing or repeating values;
 rows are a function of (kind, split, seed, index); validation posts combine facts as no training
 post does; labels follow the Bradley-Terry probability that is recorded; the tokenizer has the same
-bytes in every process.
+bytes in every process. About `common.text.synthetic`.
 """
 
 import hashlib
@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.evaluation import summary
-from common.rewards.functions import gold
 from common.text import synthetic
 
 FACTS = {
@@ -128,20 +127,6 @@ def test_words_beyond_need_cost_though_they_are_neither_right_nor_wrong():
 @given(st.text() | st.lists(st.sampled_from([*ALL_TOLD.split(), "brother", "my"])).map(" ".join))
 def test_any_text_has_a_reward_between_zero_and_one(text):
     assert 0.0 <= synthetic.gold_reward(text, FACTS) <= 1.0
-
-
-def test_reward_function_takes_columns_as_keywords_and_keeps_the_order():
-    other = {**FACTS, "who": "brother"}
-    rewards = gold(
-        prompts=["a", "b"],
-        completions=[ALL_TOLD, ALL_TOLD],
-        completion_ids=[[1], [2]],
-        facts=[other, FACTS],
-        completion=["unused", "unused"],
-    )
-    assert rewards == pytest.approx([3.5 / 5, 1.0])
-    with pytest.raises(ValueError, match="zip"):
-        gold([ALL_TOLD], [FACTS, FACTS])
 
 
 # --- the grammar ---

@@ -2,6 +2,7 @@
 
 The templates are of the kinds that model families have, written from their public conventions;
 what each writes for an answer is written out by hand, and compared with `apply_chat_template` too.
+About `common.text.chat`.
 """
 
 import json
