@@ -87,8 +87,10 @@ def test_functions_are_short():
 
 def test_every_test_file_says_what_it_is_about_and_every_module_has_one():
     for file in ROOT.glob("tests/**/test_*.py"):
-        names = about(file)
+        names, room = about(file), file.parent.relative_to(ROOT / "tests")
         assert names, file
+        is_mirrored = (ROOT / "common" / room).is_dir() or (ROOT / room).is_dir()
+        assert is_mirrored or str(room) in ("house", "stages"), room
         for name in names:
             path = ROOT / name.replace(".", "/")
             assert (ROOT / name).exists() or path.is_dir() or path.with_suffix(".py").exists(), name

@@ -1,7 +1,7 @@
 """Claim: every exercise changes one line that is there, and its row is of a metric that is logged.
 
 `test_tables.py` compares `docs/reading.md` with the questions and with the record. About
-`experiments.evidence.exercises`.
+`assets/recipes/exercises/exercises.py`.
 """
 
 import ast

@@ -495,8 +495,8 @@ def test_a_reward_model_has_a_head_for_one_number(shapes: Path):
 
 
 def test_the_command_of_the_page_runs_in_a_fresh_checkout(planned, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
-    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    monkeypatch.chdir(Path(__file__).parents[3])
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
     blocks = r"```sh\npython -m experiments.plan ([^`]*--ranks[^`]*)```\n\n```\n([^`]*)```"
     ((arguments, table),) = re.findall(blocks, page)
     output = planned(arguments.replace("\\\n", " ").split())

@@ -24,7 +24,7 @@ from common.errors import UserError
 from experiments.explain import __main__ as command
 from experiments.explain.page import DATA, find_lines_again
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BETA, RATE, TEMPERATURE, MAX_NORM = 0.3, 1e-3, 0.7, 0.5
 CENTERING = {"reward": 0.01, "dpo": 0.0}
 IDS = {"slot", "row", "label", "ids", "prompt_ids", "tokens"}
