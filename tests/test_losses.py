@@ -35,9 +35,6 @@ def close(value: Tensor, expected: object, tolerance: float = 1e-6) -> None:
     )
 
 
-# ---- SFT and Bradley-Terry -----------------------------------------------------------------------
-
-
 def test_sft_loss_by_hand_is_a_mean_over_tokens_and_ignores_padding():
     logps = torch.tensor([[-1.0, -2.0, -torch.inf], [-4.0, torch.nan, -9.0]], requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, False, False]])
@@ -76,8 +73,6 @@ def test_centering_penalty_by_hand_pulls_both_rewards_alike():
     close(chosen.grad, [6.0, 0.0])
     close(rejected.grad, [6.0, 0.0])
 
-
-# ---- preference losses ---------------------------------------------------------------------------
 
 # Two pairs, beta 0.5. Pair 0: D = (-10 + 14) - (-11 + 13) = 2, beta D = 1.
 # Pair 1: D = (-8 + 6) - (-7 + 7) = -2, beta D = -1.
@@ -137,8 +132,6 @@ def test_what_follows_a_completion_is_not_in_its_log_probability():
     losses.sequence_logps(leaf, mask).sum().backward()
     close(leaf.grad, [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]])
 
-
-# ---- KL ------------------------------------------------------------------------------------------
 
 VOCABULARY = 5
 
@@ -203,9 +196,6 @@ def test_times_the_ratio_an_estimate_has_the_gradient_of_the_kl(estimator: str):
         (old * per_token[0]).sum().backward()
     close(leaves[1].grad, leaves[0].grad, 1e-10)
     assert (leaves[2].grad - leaves[0].grad).abs().max() > 0.05
-
-
-# ---- sampler and trainer -------------------------------------------------------------------------
 
 
 def test_sampler_weights_by_hand():
@@ -273,9 +263,6 @@ def test_drift_pulls_the_log_prob_back_to_that_of_the_sampler():
     close(loss, [[1.125, 1.0, 3.0, 1.0]])
     loss.sum().backward()
     close(logps.grad, [[-0.5, 0.0, 2.0, 0.0]])
-
-
-# ---- policy objective ----------------------------------------------------------------------------
 
 
 OBJECTIVES = ("cispo", "clip", "dppo", "gspo", "sapo")
@@ -477,9 +464,6 @@ def test_nothing_under_the_mask_reaches_value_or_gradient():
         close(logps.grad, [[-0.5, 0.0], [0.0, 0.0]])
 
 
-# ---- aggregation ---------------------------------------------------------------------------------
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=8, max_size=8),
@@ -527,9 +511,6 @@ def test_nothing_to_count_is_zero_and_has_a_zero_gradient(aggregation: str):
     close(loss, 0.0)
     loss.backward()
     close(per_token.grad, torch.zeros(2, 3))
-
-
-# ---- types and refusals --------------------------------------------------------------------------
 
 
 def test_half_precision_is_raised_to_float32():

@@ -96,9 +96,6 @@ def refused(*phrases: str) -> Iterator[None]:
     assert str(caught.value).endswith("use --layout padded.")
 
 
-# ---- scores and gradients ------------------------------------------------------------------------
-
-
 def compare_policies(
     family: str,
     groups: Groups,
@@ -212,9 +209,6 @@ def test_bfloat16_is_as_near_to_float32_as_in_the_padded_layout(family):
     assert float((norms[1] - norms[0]).norm()) < 0.1 * float(norms[0].norm())
 
 
-# ---- the last block ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_last_block_computes_what_is_read_only(family):
     """Of prompts of 7, 1 and 12 with 8, 3 and 7 tokens behind them: those, and one each before."""
@@ -258,9 +252,6 @@ def test_an_attention_without_the_layout_is_refused():
     _, batch = both_batches(CASES["pairs"])
     with torch.no_grad(), refused("LlamaForCausalLM cannot share a prompt"):
         Policy(lm)(batch)
-
-
-# ---- one attention call --------------------------------------------------------------------------
 
 
 def row_by_hand(groups: Groups) -> list[tuple[int, int, int]]:
@@ -522,9 +513,6 @@ def test_a_shared_row_by_hand():
     assert int(batch.num_tokens) == 5
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("first_layer", [0, 1])
 def test_a_window_shorter_than_a_completed_prompt_is_refused(first_layer):
     """One as long as it hides nothing; the prompts of a row together may be longer."""
@@ -604,8 +592,6 @@ def test_attention_is_never_left_to_cudnn():
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-# ---- the self-check ------------------------------------------------------------------------------
-
 LENGTHS = {"max_prompt_length": 60, "max_completion_length": 8}
 CONFIG = tiny.train_config(**LENGTHS)
 
@@ -652,9 +638,6 @@ def test_heads_that_a_gpu_does_not_take_are_refused():
         shared_prefix.refuse_head_width(query)
 
 
-# ---- gathering ahead and freeing -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
 def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
     units: list[Any] = [mock.Mock() for _ in range(4)]
@@ -669,9 +652,6 @@ def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
         setters = (unit.set_modules_to_forward_prefetch, unit.set_modules_to_backward_prefetch)
         for setter, target in zip(setters, targets, strict=True):
             assert (setter.call_args and [names[u] for u in setter.call_args.args[0]]) == target
-
-
-# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_a_model_that_is_dropped_frees_its_memory_at_once():

@@ -526,18 +526,6 @@ def test_the_base_of_an_export_is_read_at_its_adapter_s_revision(folder, tmp_pat
     assert seen == [(str(folder / BASE), str(folder / BASE), "v1")]
 
 
-def test_under_bfloat16_adapters_stay_float32(folder):
-    for rank in json.loads((folder / "records.json").read_text()):
-        record = rank[len(RUNS)]
-        for kind in ("parameter", "gradient", "optimizer"):
-            assert record[f"{kind}_dtypes"] == ["float32"]
-        assert record["compute_dtypes"] == ["bfloat16"]
-    weights = load_file(folder / "2" / "bfloat16" / "adapter" / "adapter_model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-    rounded = [tensor == tensor.bfloat16().float() for tensor in weights.values()]
-    assert float(torch.cat([is_equal.flatten() for is_equal in rounded]).float().mean()) < 0.1
-
-
 def test_ranks_end_with_the_same_state_and_each_model_is_read_once(folder):
     first, second = json.loads((folder / "records.json").read_text())
     for of_first, of_second in zip(first, second, strict=True):

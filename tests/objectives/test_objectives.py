@@ -85,9 +85,6 @@ def of_policy(name: str) -> list[str]:
     return ["clip", name] if takes_loss else [name]
 
 
-# ---- settings ------------------------------------------------------------------------------------
-
-
 def config_of(**flags: Any) -> GRPOConfig:
     required = {"output_dir": "x", "model_name_or_path": "y", "reward_funcs": ["gold"]}
     return GRPOConfig(**required | flags)
@@ -152,8 +149,6 @@ def test_an_objective_with_a_ratio_to_the_sampler_takes_no_weights(tmp_path: Pat
             config_of(policy_objective=[name, "sampler_weights"])
         config_of(policy_objective=[name, "geometric_mask"])  # which is no weight
 
-
-# ---- the check at start --------------------------------------------------------------------------
 
 BROKEN = {
     "return (-advantages * logps).sum()": "has not the shape",
@@ -273,9 +268,6 @@ def test_one_objective_comes_first_and_what_changes_its_loss_behind_it(names: Se
         PolicyObjective.find(names).check()
 
 
-# ---- settings that are flags ---------------------------------------------------------------------
-
-
 def dpo_config(**flags: Any) -> DPOConfig:
     return DPOConfig(**{"output_dir": "x", "model_name_or_path": "y"} | flags)
 
@@ -315,9 +307,6 @@ def test_scale_rewards_is_the_name_of_advantages_or_a_setting_of_them(tmp_path: 
     assert config.objective_args == ["delta=4.0", "power=3.0"]
     with pytest.raises(UserError, match="clip has no setting 'gamma'; its settings are .*power"):
         config_of(advantages=mine, objective_args=["gamma=3"])
-
-
-# ---- a user's file in a run ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -478,17 +478,6 @@ def test_models_are_read_last(tmp_path, file, monkeypatch):
     assert len(loaded) == 2
 
 
-def test_the_gold_reward_of_sentiment_takes_classifiers_for_names(tmp_path, monkeypatch):
-    gold = Path(__file__).parents[2] / "assets/recipes/sentiment/gold.py"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, "RewardModelFunction", lambda *_: constant(7.0))
-    Path("judge").mkdir()
-    names = [f"{gold}:{name}" for name in ("positive", "judge", "./judge", "hub/judge")]
-    assert list(tiny.reward_functions(names).functions) == names
-    with pytest.raises(UserError, match="no function of that name"):
-        tiny.reward_functions([f"{gold}:positve"])
-
-
 @pytest.mark.parametrize(
     ("names", "weights", "words"),
     [

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from experiments.runs import replication
 from experiments.runs.outcomes import judges, outcome_of, over_seeds
@@ -58,24 +57,6 @@ def test_what_is_said_of_an_effect(family, values, stars, verdict):
     effect = Effect(Variant("detail", "choice", "stage"), "", values, [0.0] * len(values), family)
     assert effect.verdict == verdict
     assert effect.cell.endswith(stars or ("]" if len(values) > 1 else "0"))
-
-
-def test_a_paired_difference_is_scipy_s_paired_t_test():
-    generator = np.random.default_rng(0)
-    base = generator.normal(size=4)
-    values = base + 0.3 + 0.1 * generator.normal(size=4)
-    variant = Variant("detail", "choice", "stage")
-    ours = Effect(variant, "outcome", values.tolist(), base.tolist()).difference
-    target = stats.ttest_rel(values, base)
-    interval = target.confidence_interval(0.95)
-    assert (ours.low, ours.high) == pytest.approx((interval.low, interval.high))
-    assert ours.mean == pytest.approx(float((values - base).mean()))
-    assert ours.n == 4
-    assert ours.excludes_zero == bool(target.pvalue < 0.05)
-    back = Effect(variant, "outcome", base.tolist(), values.tolist()).difference
-    assert back.mean == pytest.approx(-ours.mean)
-    unpaired = over_seeds(values.tolist())
-    assert ours.high - ours.low < unpaired.high - unpaired.low, "what both share cancels"
 
 
 def test_an_interval_of_shares_never_leaves_0_to_100():
