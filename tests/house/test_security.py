@@ -65,9 +65,6 @@ def copy_of(source: str, name: str) -> Path:
     return Path(shutil.copytree(source, name))
 
 
-# ---- pickles -------------------------------------------------------------------------------------
-
-
 WEIGHTS = {"transformer.wte.weight": Evil()}
 INDEX = {"metadata": {"total_size": 1}, "weight_map": {"transformer.wte.weight": "model.bin"}}
 
@@ -112,8 +109,6 @@ def test_the_trap_works(refusals):
     pickle.loads(pickle.dumps(Evil()))
     assert TRACE.exists()
 
-
-# ---- code in a folder ----------------------------------------------------------------------------
 
 CODE_FILE = f"""
 from pathlib import Path
@@ -210,8 +205,6 @@ def test_a_recipe_runs_nothing(line, refusals):
     assert not TRACE.exists()
 
 
-# ---- what a run leaves ---------------------------------------------------------------------------
-
 SECRETS = {
     "WANDB_API_KEY": "5ec4e7" * 6 + "abcd",
     "HF_TOKEN": "hf_" + "SecretOfTheHub" * 2,
@@ -254,9 +247,6 @@ def test_nobody_else_may_change_what_a_run_wrote(finished):
     assert len(found) > 15
     open_to_all = [str(p) for p in found if not p.is_symlink() and p.stat().st_mode & 0o002]
     assert open_to_all == []
-
-
-# ---- the code itself -----------------------------------------------------------------------------
 
 
 # Code that may run what it reads: modules, functions, methods and options.

@@ -124,9 +124,6 @@ def test_a_revision_is_read_of_the_model_that_was_named(tmp_path, monkeypatch):
     assert lm.peft_config["default"].revision == "v2"
 
 
-# ---- policies ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_an_exported_policy_is_the_trained_one(family, is_tied, tmp_path):
@@ -276,9 +273,6 @@ def test_weights_from_a_config_file_are_a_function_of_the_seed(tmp_path):
         str(path), "policy", tokenizer_with_a_gap(70), short_config()
     )
     assert every_id.vocab_size == 71
-
-
-# ---- reward models -------------------------------------------------------------------------------
 
 
 def new_reward_model(path: str, config: TrainConfig) -> tuple[RewardModel, Any]:
@@ -438,9 +432,6 @@ def test_the_own_pad_token_gets_an_embedding_and_changes_no_other(tmp_path):
     assert lm.config.pad_token_id == 300
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -508,9 +499,6 @@ def test_ids_without_an_embedding_are_refused_however_few_tokens_there_are(kind,
     with pytest.raises(UserError) as caught:
         models.read_model_config(path, kind, tokenizer_with_a_gap(300), config)
     tiny.check_sentence(caught.value, "ids up to 300", "embeddings for 300")
-
-
-# ---- tokenizers ----------------------------------------------------------------------------------
 
 
 def stops_of(path: str, stop_token: str = "eos") -> list[int]:

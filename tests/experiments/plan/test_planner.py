@@ -81,9 +81,6 @@ def sizes(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
     return moment.columns
 
 
-# ---- parameters ----------------------------------------------------------------------------------
-
-
 def test_a_rank_holds_its_rows_of_each_parameter_rounded_up():
     unit = [torch.nn.Parameter(torch.empty(shape)) for shape in ((10, 3), (3,), ())]
     unit[1].requires_grad_(False)
@@ -202,9 +199,6 @@ def test_gradients_that_are_reduced_in_every_micro_batch_are_shards(
         assert plain[0] == plain[1]  # one process holds all of them
 
 
-# ---- activations ---------------------------------------------------------------------------------
-
-
 def test_a_gpt2_block_keeps_what_is_worked_out_by_hand(shapes: Path):
     # Both norms' inputs and outputs, queries, keys, values, attention's output: 8 widths; of the
     # MLP before and after its activation 8; two statistics of each norm, a log-sum-exp per head.
@@ -309,9 +303,6 @@ def test_a_gpu_holds_more_logits_at_once(shapes: Path):
     assert logits == [2**26, 2**26, 4 * 2560 * 2**16, 2**30]
 
 
-# ---- sampling ------------------------------------------------------------------------------------
-
-
 def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
     num_prompts, num_samples = 3, 16
     run = run_of(shapes, **GRPO, num_generations=num_samples)
@@ -356,9 +347,6 @@ def test_every_rank_samples_from_a_whole_copy(shapes: Path):
     assert memory.copy_bytes(run_of(shapes, **flags | {"bf16": False})) == 0  # its own weights
     elsewhere = run_of(shapes, **flags, rollout_server="http://HOST:8000")
     assert "rollout" not in {moment.name for moment in memory.moments(elsewhere.on(8))}
-
-
-# ---- saving --------------------------------------------------------------------------------------
 
 
 def test_a_save_holds_a_copy_of_the_state_beside_the_step(shapes: Path):
@@ -406,9 +394,6 @@ def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
     assert "GB of a rank on its host" in page
 
 
-# ---- operations ----------------------------------------------------------------------------------
-
-
 def test_operations_of_a_step(shapes: Path):
     # One layer less 10 of 12 width^2 for the prompt's tokens but the last.
     linear = 2 * (24 * WIDTH**2 * 50 - 10 * WIDTH**2 * 39)
@@ -422,9 +407,6 @@ def test_operations_of_a_step(shapes: Path):
     assert work["reference"] == work["forward"] < work["sampling"]
     again = workload.step_flops(run_of(shapes, batch_size=4, gradient_checkpointing=True))
     assert again["backward"] == 12 * forward
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -519,9 +501,6 @@ def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path, family: s
             UserError, match=r"has experts \(.*mlp.*whose memory depends on the data"
         ):
             run_of(shapes, **flags, bf16=bf16)
-
-
-# ---- the tables of docs/memory.md ----------------------------------------------------------------
 
 
 def test_bytes_sent_are_worked_out_by_hand():
