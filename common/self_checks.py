@@ -56,14 +56,12 @@ def only_tokens_matter(
     if not config.self_check:
         return
     if config.bf16 and any(p.requires_grad for p in model.parameters()):
+        exact = replace(config, bf16=False)
         with fsdp.in_float32(model):
-            exact = replace(config, bf16=False)
             only_tokens_matter(model, exact, is_projected=is_projected, seed=seed)
     lm: Any = model.lm
     name, is_shared = type(lm).__name__, config.layout == "shared_prefix"
-    layers = lm.get_input_embeddings(), lm.get_output_embeddings()
-    num_ids = min(layer.weight.shape[0] for layer in layers if layer is not None)
-    prompts, completions = probe(num_ids, config, seed)
+    prompts, completions = probe(lm, config, seed)
     short = padded_batch(prompts[1:], completions[1:], 0)  # of equal lengths: without padding
     try:
         alone = scores(model, short)  # (B, C) or (B,)
@@ -95,12 +93,12 @@ def only_tokens_matter(
             remedy = "--layout padded" if is_shared else "--kl_estimator k2 or k3"
             refuse_changed_logits(model, short, remedy)
     if is_shared:
-        shared = shared_prefix_batch(prompts, completions, 0)
-        refuse(shared, "a prompt computed once for several completions", "use --layout padded")
+        cause = "a prompt computed once for several completions"
+        refuse(shared_prefix_batch(prompts, completions, 0), cause, "use --layout padded")
 
 
 def probe(
-    vocab_size: int, config: CommonConfig, seed: int
+    lm: Any, config: CommonConfig, seed: int
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
     """Random prompts with 1, 1, 2 and 3 completions: the first long, the others of 4 tokens.
 
@@ -109,6 +107,8 @@ def probe(
     room = min(config.max_prompt_length + config.max_completion_length, MAX_LENGTH)
     longest = max(6, min(room, config.micro_batch_tokens // 7) - 10)
     generator = torch.Generator().manual_seed(seed)
+    layers = lm.get_input_embeddings(), lm.get_output_embeddings()
+    vocab_size = min(layer.weight.shape[0] for layer in layers if layer is not None)
 
     def tokens(number: int) -> list[int]:
         return torch.randint(vocab_size, (number,), generator=generator).tolist()
