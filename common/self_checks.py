@@ -44,10 +44,9 @@ def only_tokens_matter(
     """Check that scores depend on a sequence's tokens alone.
 
     Sequences of random tokens get the same log-probabilities, or rewards, when they are scored
-    twice; next to a far longer sequence, which pads them on both sides; before another last token;
-    and when a prompt is computed once for several completions. Differences are means over tokens,
-    compared with what rounding does to the same model (`rounding_limit`). Under bf16 a model that
-    is trained is checked in float32 first, whose limit lets less through.
+    twice; next to a far longer one, which pads them on both sides; before another last token; and
+    when a prompt is computed once for several completions. Mean differences are compared with what
+    rounding does (`rounding_limit`). Under bf16 what is trained is checked in float32 first.
 
     Raises:
         UserError: chance, padding, a later token or sharing a prompt changes scores, or the model
@@ -59,9 +58,8 @@ def only_tokens_matter(
         exact = replace(config, bf16=False)
         with fsdp.in_float32(model):
             only_tokens_matter(model, exact, is_projected=is_projected, seed=seed)
-    lm: Any = model.lm
-    name, is_shared = type(lm).__name__, config.layout == "shared_prefix"
-    prompts, completions = probe(lm, config, seed)
+    name, is_shared = type(model.lm).__name__, config.layout == "shared_prefix"
+    prompts, completions = probe(model.lm, config, seed)
     short = padded_batch(prompts[1:], completions[1:], 0)  # of equal lengths: without padding
     try:
         alone = scores(model, short)  # (B, C) or (B,)
@@ -78,17 +76,17 @@ def only_tokens_matter(
         missing = short_of_batch.shape[-1] - alone.shape[-1] if alone.dim() == 2 else 0
         expected = nn.functional.pad(alone, (0, missing))  # padding of completions has no score
         gap = float((short_of_batch - expected)[..., tokens].abs().sum()) / alone.numel()
-        rounding = f"(rounding: {limit:.3g} at most)"
-        changes = f"{cause} changes the scores of {name} by {gap:.3g} {rounding}: {reason}"
-        refuse_unless(gap <= limit, changes, UserError)
+        by = f"by {gap:.3g} (rounding: {limit:.3g} at most)"
+        message = f"{cause} changes the scores of {name} {by}: {reason}"
+        refuse_unless(gap <= limit, message, UserError)
 
     refuse(short, "chance", "it adds noise")
     padded = padded_batch(prompts, completions, 0)
     refuse(padded, "padding", "it ignores position_ids or attention_mask")
     if not isinstance(model, RewardModel):
         others = [[[*ids[:-1], prompts[0][0]] for ids in group] for group in completions[1:]]
-        changed = padded_batch(prompts[1:], others, 0)
-        refuse(changed, "a later token", "it is not causal, as an encoder", slice(-1))
+        later = padded_batch(prompts[1:], others, 0)
+        refuse(later, "a later token", "it is not causal, as an encoder", slice(-1))
         if is_shared or is_projected:
             remedy = "--layout padded" if is_shared else "--kl_estimator k2 or k3"
             refuse_changed_logits(model, short, remedy)
