@@ -99,6 +99,7 @@ def main(config: DPOConfig) -> None:
     for step in run.steps(evaluate, show_samples):
         batches = run.batches_of(step, train_set)
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
+        batch_losses = []  # one of each micro-batch
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
@@ -108,13 +109,14 @@ def main(config: DPOConfig) -> None:
             losses = objective(logps, ref_logps, pairs.lengths, config.loss_weights)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()
+            batch_losses.append(loss.detach())
             run.metrics.add("loss", loss * num_pairs, real.sum())
             rewards = implicit_reward(logps, ref_logps, pairs.lengths)  # (N, 2)
             chosen, rejected = logps.unbind(-1)  # (N,) each
             pair_scores.add_pair_metrics(
                 run.metrics, rewards, real, chosen_logp=chosen, rejected_logp=rejected
             )
-        run.update()
+        run.update(batch_losses)
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation

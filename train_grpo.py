@@ -142,10 +142,12 @@ def main(config: GRPOConfig) -> None:
         )  # a list for each minibatch
         check_first_rollout(policy, micro_batches, config, step)
         for batches, is_new in minibatches.updates(micro_batches, config, run.metrics):
+            batch_losses = []  # one of each micro-batch
             for batch in run.micro_batches(batches):
                 loss = grpo_loss(policy, batch, objective, config, step_monitor, is_new=is_new)
                 loss.backward()
-            run.update()
+                batch_losses.append(loss.detach())
+            run.update(batch_losses)
         step_monitor.end_updates()
         if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
             lora.mix_into(moving_reference, policy, config.ref_mixup_alpha)

@@ -94,6 +94,7 @@ def main(config: RewardConfig) -> None:
     for step in run.steps(evaluate):
         batches = run.batches_of(step, train_set)
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
+        batch_losses = []  # one of each micro-batch
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
@@ -101,10 +102,11 @@ def main(config: RewardConfig) -> None:
             losses = pair_losses(rewards, margin_of_row[pairs.rows], config)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()
+            batch_losses.append(loss.detach())
             run.metrics.add("loss", loss * num_pairs, real.sum())
             longer = wins(*pairs.lengths.unbind(-1))  # (N,)
             pair_scores.add_pair_metrics(run.metrics, rewards, real, chosen_longer=longer)
-        run.update()
+        run.update(batch_losses)
         run.end_step(evaluate)
 
     def shift() -> float:

@@ -70,13 +70,15 @@ def main(config: SFTConfig) -> None:
     for step in run.steps(evaluate, show_samples):
         batches = run.batches_of(step, train_set)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
+        batch_losses = []  # one of each micro-batch
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
             token_logps = policy(batch).token_logps  # (B, C)
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()
+            batch_losses.append(loss.detach())
             run.metrics.add("loss", loss * num_tokens, batch.num_tokens)
-        run.update()
+        run.update(batch_losses)
         run.end_step(evaluate, show_samples, tokens=num_tokens)
 
     # Export, final evaluation

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common import data, distributed
 from common.config.stages import TrainConfig
@@ -66,7 +66,9 @@ class Run:
         self.step = self.checkpointer.load(resume_from)  # the current one, counted from 0
         if not config.save_steps:
             distributed.print_rank0("--save_steps is 0: a killed run loses all its steps")
-        self.logger = RunLogger(config, self.total_steps, self.step)
+        lm: Any = module.lm
+        commit = getattr(lm.config, "_commit_hash", None)  # of a model of the hub
+        self.logger = RunLogger(config, self.total_steps, self.step, commit)
 
     def steps(self, evaluate: Hook, show: Hook | None = None) -> Iterator[int]:
         """The remaining steps, counted from 0; each ends with `end_step`.
@@ -121,18 +123,19 @@ class Run:
         if self.examples and following < self.total_steps:
             self.made_ahead = {following: self.batches_of(following, self.examples)}
 
-    def update(self) -> None:
+    def update(self, losses: Sequence[Tensor]) -> None:
         """Clip and take an optimiser step, on the gradients of `micro_batches`. Collective.
+
+        Their losses, of this rank, are only checked.
 
         Raises:
             RuntimeError: a loss or gradient is not finite; nothing was changed, the rows are named.
         """
         from common.model import optim
 
-        loss = self.metrics.total("loss")
         try:
             values = optim.clip_and_step(
-                self.optimizer, self.config, self.step, self.total_steps, loss
+                self.optimizer, self.config, self.step, self.total_steps, torch.stack([*losses])
             )
         except optim.NonFiniteError as error:
             rows = non_finite_rows(self.module, self.batches)

@@ -89,7 +89,8 @@ def main(config: PairsConfig) -> None:
     path, folder = config.model_name_or_path, Path(config.output_dir)
     model_config = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
     if distributed.is_rank0():
-        save_run_files(folder, config, distributed.world_size())
+        commit = getattr(model_config, "_commit_hash", None)
+        save_run_files(folder, config, distributed.world_size(), commit)
 
     # Prompts of each split, reward functions
     held_out = held_out_split(config, config.dataset_name, is_trained_on=True)

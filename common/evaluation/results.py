@@ -10,6 +10,7 @@ from common.evaluation.accuracy import Interval, PreferenceAccuracy
 from common.evaluation.records import RESULTS, typed
 
 Rates = dict[str, Interval | None]
+MODEL_SCORE = "Reward-model score of completions"
 
 
 def score_name(system: str, score: str) -> str:
@@ -159,6 +160,29 @@ class Results:
     comparison: Comparison | None = None  # None without pairs
     reference_completions: GenerationSummary | None = None
     win_rates: Sequence[WinRate] = ()
+
+
+def reward_functions(systems: Sequence[System]) -> list[str]:
+    """The judges of completions that are neither reward models, which are systems, nor `gold`."""
+    others = {"gold", *(s.name for s in systems if s.kind == "reward_model")}
+    judges = dict.fromkeys(judge for system in systems for judge in system.rewards)
+    return [judge for judge in judges if judge not in others]
+
+
+def main_reward(systems: Sequence[System]) -> tuple[str, Rates]:
+    """The gold reward by system, else the first reward function, else the reward model's score.
+
+    Returns:
+        A title, and each system's interval; "" and {} if no system was scored by a reward.
+    """
+    choices = {"Gold reward of completions": [s.gold_reward for s in systems]}
+    for judge in reward_functions(systems):
+        choices[f"Reward {judge!r}"] = [s.rewards.get(judge) for s in systems]
+    choices[MODEL_SCORE] = [s.reward for s in systems]
+    for title, intervals in choices.items():
+        if any(intervals):
+            return title, dict(zip((s.name for s in systems), intervals, strict=True))
+    return "", {}
 
 
 def write_results(results: Results, output_dir: Path) -> None:

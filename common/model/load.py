@@ -210,7 +210,6 @@ def find_config(
         UserError: there is no model, or it is an adapter.
     """
     from common.model import checks, text_part
-    from common.text import sources
 
     revision = revision_of(path, config)
     checks.check_location(path, "model")
@@ -227,7 +226,7 @@ def find_config(
             path, revision=revision, trust_remote_code=config.trust_remote_code
         )
         file = cached_file(path, "config.json", revision=revision)
-        sources.model_commits[path] = extract_commit_hash(file, None) or ""
+        model_config._commit_hash = extract_commit_hash(file, None)
         return text_part.config_of(model_config) or model_config
     except UserError:
         raise

@@ -66,7 +66,7 @@ def clip_and_step(
     config: TrainConfig,  # a `max_grad_norm` of 0 only measures
     step: int,  # counted from 0
     total_steps: int,
-    loss: torch.Tensor | None = None,  # this rank's, or a sum it is part of; only checked
+    losses: torch.Tensor | None = None,  # of this rank's micro-batches; only checked
 ) -> dict[str, torch.Tensor | float]:
     """Check that loss and gradient are finite, clip its global norm, step, clear. Collective.
 
@@ -83,8 +83,8 @@ def clip_and_step(
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     # A constant in a loss, as a reference of -inf, need not show in the gradient.
-    bad_losses = torch.zeros_like(norm) if loss is None else (~loss.isfinite()).to(norm)
-    bad_losses = distributed.all_reduce_sum(bad_losses)
+    is_finite = norm.isfinite() if losses is None else losses.isfinite().all()
+    bad_losses = distributed.all_reduce_sum((~is_finite).to(norm))
     if not bool(norm.isfinite() & (bad_losses == 0)):
         raise NonFiniteError(
             f"at step {step + 1} the gradient norm is {float(norm)} and the loss of "

@@ -21,6 +21,7 @@ def config_of(whole: PretrainedConfig) -> PretrainedConfig | None:
     text: Any = getattr(whole, "text_config", None)
     if getattr(text, "model_type", "") not in CAUSAL:
         return None
+    text._commit_hash = getattr(whole, "_commit_hash", None)
     text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)  # its own has no effect
     return text  # type: ignore[no-any-return]
 

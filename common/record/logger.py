@@ -29,7 +29,13 @@ class RunLogger:
     Of a run that is resumed the files already end at `start_step` (`Checkpointer.load`).
     """
 
-    def __init__(self, config: TrainConfig, total_steps: int, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        total_steps: int,
+        start_step: int = 0,
+        model_commit: str | None = None,  # see `save_run_files`
+    ) -> None:
         """Open the files, the bar, and the tracker that `report_to` names.
 
         Raises:
@@ -49,7 +55,7 @@ class RunLogger:
         if not self._active:
             return
         self.output_dir = output_dir = Path(config.output_dir)
-        self._run_files = run_folder.save_run_files(output_dir, config, world_size())
+        self._run_files = run_folder.save_run_files(output_dir, config, world_size(), model_commit)
         earlier = run_folder.read_metrics(output_dir)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)

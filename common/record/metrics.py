@@ -49,10 +49,6 @@ class Accumulator:
             total = value.double() if isinstance(value, Tensor) else value
             self.add(name, total * share, share)
 
-    def total(self, name: str) -> Tensor:
-        """This rank's sum so far, a float64 scalar on the device."""
-        return self._sums[name][0]
-
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of this rank's sums and counts, (2,) by name, without the phases."""
         return {name: sums.clone() for name, sums in self._sums.items() if name not in PHASES}

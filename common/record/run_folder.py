@@ -30,8 +30,13 @@ REFERENCE_LOGPS = "ref_logps_{}.pt"  # of the training pairs, and of the held-ou
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 
 
-def save_run_files(output_dir: Path, config: Any, world_size: int) -> dict[Path, str]:
-    """Write `config.yaml` and `environment.json`; returns their texts. Rank 0 only."""
+def save_run_files(
+    output_dir: Path, config: Any, world_size: int, model_commit: str | None = None
+) -> dict[Path, str]:
+    """Write `config.yaml` and `environment.json`; returns their texts. Rank 0 only.
+
+    The `model_commit` is that of the run's model, if it is of the hub.
+    """
     import torch
     import yaml
 
@@ -47,7 +52,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> dict[Path,
         **accelerator(world_size),
         "compute_dtype": "bfloat16" if config.bf16 else "float32",
         "git_commit": git_commit(),
-        "model_commit": sources.model_commits.get(config.model_name_or_path) or None,
+        "model_commit": model_commit,
         "dataset_commit": sources.dataset_commits.get(config.dataset_name) or None,
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,

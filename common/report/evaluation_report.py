@@ -4,18 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.distributed import is_rank0
-from common.evaluation.results import Results
+from common.evaluation.results import Results, reward_functions
 from common.evaluation.runs import folder_of_run
 from common.record.run_folder import METRICS, short_path
 from common.record.terminal import NOT_MEASURED, folded, format_cell, grid, line_width
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
-from common.report.figures import (
-    accuracies_of,
-    held_out,
-    reward_functions,
-    summary_figures,
-)
+from common.report.figures import accuracies_of, held_out, summary_figures
 from common.report.page import numeric, run_facts, write_page
 from common.report.plots import system_colours
 from common.report.tables import interval_cell

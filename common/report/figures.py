@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from common.evaluation.accuracy import Interval
-from common.evaluation.results import Results, System
+from common.evaluation.results import MODEL_SCORE, Results, System, main_reward
 from common.report.plots import GREY, save, style, titled_figure
-
-MODEL_SCORE = "Reward-model score of completions"
 
 
 def summary_figures(results: Results, colours: Mapping[str, str], folder: Path) -> list[Path]:
@@ -40,13 +38,6 @@ def accuracies_of(systems: Sequence[System]) -> dict[str, Interval | None]:
     return {s.name: s.accuracy.interval if s.accuracy else None for s in systems}
 
 
-def reward_functions(systems: Sequence[System]) -> list[str]:
-    """The judges of completions that are neither reward models, which are systems, nor `gold`."""
-    others = {"gold", *(s.name for s in systems if s.kind == "reward_model")}
-    judges = dict.fromkeys(judge for system in systems for judge in system.rewards)
-    return [judge for judge in judges if judge not in others]
-
-
 def draw_accuracy(axes: Any, results: Results, colours: Mapping[str, str]) -> None:
     """Each system's accuracy, between chance and what is attainable."""
     axes.set(title="Preference accuracy, 95% interval", ylabel="% of pairs, a tie counts one half")
@@ -63,22 +54,6 @@ def draw_accuracy(axes: Any, results: Results, colours: Mapping[str, str]) -> No
     ends += levels.values()
     margin = 0.1 * (max(ends) - min(ends))
     axes.set_ylim(min(ends) - margin, max(ends) + margin)
-
-
-def main_reward(systems: Sequence[System]) -> tuple[str, dict[str, Interval | None]]:
-    """The gold reward by system, else the first reward function, else the reward model's score.
-
-    Returns:
-        A title, and each system's interval; "" and {} if no system was scored by a reward.
-    """
-    choices = {"Gold reward of completions": [s.gold_reward for s in systems]}
-    for judge in reward_functions(systems):
-        choices[f"Reward {judge!r}"] = [s.rewards.get(judge) for s in systems]
-    choices[MODEL_SCORE] = [s.reward for s in systems]
-    for title, intervals in choices.items():
-        if any(intervals):
-            return title, dict(zip((s.name for s in systems), intervals, strict=True))
-    return "", {}
 
 
 def draw_reward(axes: Any, results: Results, colours: Mapping[str, str]) -> None:

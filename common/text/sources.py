@@ -18,7 +18,6 @@ from common.text.schemas import RawRow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 # Commits of what was read from the hub, by name; "" of a folder
-model_commits: dict[str, str] = {}
 dataset_commits: dict[str, str] = {}
 HUB_TIMEOUT = 5  # seconds for the hub's first answer
 ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)

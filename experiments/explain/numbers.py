@@ -35,7 +35,7 @@ def explain(trace: Trace, config: Any, stage: str) -> Record:
     norm = float(call.result["grad_norm"])
     result["step"] = {
         "denominator": denominator,
-        "loss": float(call.arguments["loss"]) / denominator,  # it was a sum
+        "loss": float(call.arguments["losses"].sum()),
         "grad_norm": norm,
         "clip_factor": min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0,
         "learning_rate": call.result["learning_rate"],

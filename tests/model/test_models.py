@@ -94,18 +94,18 @@ def test_a_revision_is_read_of_the_model_that_was_named(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
-    def read(path: str, config: Any) -> tuple[Tensor, int]:
+    def read(path: str, config: Any) -> tuple[Any, int]:
         tokenizer = models.load_tokenizer(path, config)
         lm = models.load_policy(path, models.find_config(path, tokenizer, config), config)
-        return lm.get_input_embeddings().weight, len(tokenizer)
+        return lm, len(tokenizer)
 
     for name, commit in commits.items():
         config = short_config(model_name_or_path="lab/tiny", model_revision=name)
-        weight, num_ids = read("lab/tiny", config)
+        lm, num_ids = read("lab/tiny", config)
         expected = AutoModelForCausalLM.from_pretrained(cache / "snapshots" / commit)
-        assert torch.equal(weight, expected.get_input_embeddings().weight)
+        assert torch.equal(lm.transformer.wte.weight, expected.transformer.wte.weight)
         assert num_ids == len(tiny.tokenizer()) + (name == "v2")
-        assert sources.model_commits["lab/tiny"] == commit
+        assert lm.config._commit_hash == commit
     # another model of the run, as a judge, is not meant
     (tmp_path / "models--lab--judge").symlink_to(cache)
     assert read("lab/judge", config)[1] == len(tiny.tokenizer())
