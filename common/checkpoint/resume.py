@@ -11,7 +11,7 @@ from common.checkpoint import best, layout
 from common.config.stages import MODEL_FOLDERS, TrainConfig
 from common.errors import UserError
 from common.record import output_lock
-from common.record.run_folder import ENVIRONMENT, read_config, user_files
+from common.record.run_folder import ENVIRONMENT, digest, inputs_of, read_config, user_files
 from common.shutdown import signals
 
 
@@ -43,6 +43,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     for folder in folders:
         if not (reason := layout.damage(folder)):
             refuse_other_run(folder, config, any_config=wanted == "latest")
+            warn_of_edits(config)
             return folder
         distributed.print_rank0(f"warning: the checkpoint {folder} is skipped: {reason}.")
     if folders:
@@ -98,23 +99,26 @@ def leave_finished(config: TrainConfig) -> None:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether a run of the same config finished here, and its inputs have not changed since."""
+    """Whether a run of the same config finished here, and what it read has not changed since."""
     output_dir = Path(config.output_dir)
     environment, saved = read_config(output_dir, ENVIRONMENT), read_config(output_dir)
     if not (has_model(output_dir) and environment.get("finished")):
         return False
-    ended = (output_dir / ENVIRONMENT).stat().st_mtime
-    paths = [config.model_name_or_path, getattr(config, "ref_model_name_or_path", "")]
-    paths += getattr(config, "reward_funcs", [])
-    inputs = [Path(path, "config.json") for path in paths if path]
-    inputs += user_files(config).values()
-    rows = Path(config.dataset_name).expanduser()
-    inputs += rows.iterdir() if rows.is_dir() else [rows]
-    for file in inputs:
-        if file.is_file() and file.stat().st_mtime > ended:
-            print(f"{output_dir}/model is trained again: {file} is newer", flush=True)
-            return False
-    return not changed_fields(saved, config)
+    now = inputs_of(config)
+    before = environment.get("inputs", now)  # not in a run of before 2026-11-28
+    if changed := [name for name in now if before.get(name) != now[name]]:
+        print(f"{output_dir}/model is trained again: {changed[0]} has changed", flush=True)
+    return not changed and not changed_fields(saved, config)
+
+
+def warn_of_edits(config: TrainConfig) -> None:
+    """Name the user's files that were edited since this run was last started, on rank 0."""
+    before = read_config(Path(config.output_dir), ENVIRONMENT).get("user_files", {})
+    for name, file in user_files(config).items():
+        if name in before and before[name] != digest(file):
+            distributed.print_rank0(
+                f"warning: {name} was edited: the run goes on with the new one."
+            )
 
 
 def differences_to_finished_model(config: TrainConfig) -> list[str]:

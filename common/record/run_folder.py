@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from importlib import metadata
@@ -25,6 +26,9 @@ from common.record.jsonl import read_jsonl, write_atomically
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+MARK = "finished.json"  # in a run's folder: what made it, if a driver did (`experiments/runs`)
+DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
+LONGEST_PATH = 1024  # characters
 REWARD = "implicit_reward"  # in environment.json: that of DPO's loss, by which pairs are judged
 REFERENCE_LOGPS = "ref_logps_{}.pt"  # of the training pairs, and of the held-out ones
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
@@ -57,10 +61,8 @@ def save_run_files(
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,
-        "user_files": {
-            name: hashlib.sha256(file.read_bytes()).hexdigest()
-            for name, file in user_files(config).items()
-        },
+        "user_files": {name: digest(file) for name, file in user_files(config).items()},
+        "inputs": inputs_of(config),
         **({REWARD: asdict(reward)} if reward else {}),
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
@@ -80,6 +82,41 @@ def user_files(config: Any) -> dict[str, Path]:
     files = {name: Path(os.path.expanduser(name)) for name in names}
     # A pattern may be longer than any name of a file
     return {name: file for name, file in files.items() if os.path.isfile(file)}
+
+
+def inputs_of(config: Any) -> dict[str, str]:
+    """Digests of what the paths in a config name, but for what is written there."""
+    paths = [f for f in fields(config) if f.metadata["is_path"] and not f.metadata["may_change"]]
+    return input_digests(str(value) for f in paths for value in values_of(config, f))
+
+
+def input_digests(texts: Iterable[str]) -> dict[str, str]:
+    """A digest of each file and folder, and of what made each earlier run, that the texts name.
+
+    `file.py:function` names a file; `output/sft` and `output/sft/model` are of the run in
+    `output/sft`. Of a folder that no driver made names, sizes and times of rows and weights.
+    """
+    digests = {}
+    for text in dict.fromkeys(texts):
+        path = Path(text.split(".py:")[0] + ".py") if ".py:" in text else Path(text)
+        if not 0 < len(text) < LONGEST_PATH or not path.exists():
+            continue
+        marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]
+        if path.is_file() or marks:
+            digests[text] = digest(path if path.is_file() else marks[0])
+        else:
+            files = sorted(
+                file for file in path.iterdir() if file.suffix in DATA and file.is_file()
+            )
+            about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            digests[text] = hashlib.sha256(repr(about).encode()).hexdigest()
+    return digests
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def versions() -> dict[str, str]:

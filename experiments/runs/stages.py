@@ -9,7 +9,6 @@ made its checkpoints, and those of anything else are not gone on with.
 Not collective: a driver is one process, which starts the processes of a run and waits for them.
 """
 
-import hashlib
 import importlib
 import json
 import signal
@@ -29,14 +28,13 @@ from common.config.parser import parse
 from common.config.recipes import read_recipe
 from common.errors import UserError
 from common.record.jsonl import write_atomically
+from common.record.run_folder import MARK, input_digests
 from common.record.terminal import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHED = Path(__file__).with_name("patched.py")
-MARK, BEGUN = "finished.json", "started.json"
+BEGUN = "started.json"
 LOG = "stage.log"
-DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
-LONGEST_PATH = 1024  # characters
 # A driver starts the processes of its stages itself.
 DRIVERS = ("experiments/runs/overoptimization/__main__.py",)
 FINISHED_BEFORE = 1.0  # seconds; a run that ends sooner was not made now
@@ -207,30 +205,7 @@ def description(stage: Stage) -> dict[str, Any]:
     }
     texts = [t for value in flags.values() for t in (value if isinstance(value, list) else [value])]
     patch = describe(stage.patch)["sha256"] if stage.patch else None
-    return {"script": stage.script, "flags": flags, "patch": patch, "inputs": inputs(texts)}
-
-
-def inputs(texts: Iterable[str]) -> dict[str, str]:
-    """A digest of each file and folder, and of what made each earlier run, that the texts name.
-
-    `file.py:function` names a file; `output/sft` and `output/sft/model` are of the run in
-    `output/sft`. Of a folder that is no run of ours names, sizes and times of rows and weights.
-    """
-    digests = {}
-    for text in dict.fromkeys(texts):
-        path = Path(text.split(".py:")[0] + ".py") if ".py:" in text else Path(text)
-        if not 0 < len(text) < LONGEST_PATH or not path.exists():
-            continue
-        marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]
-        if path.is_file() or marks:
-            digests[text] = describe(path if path.is_file() else marks[0])["sha256"]
-        else:
-            files = sorted(
-                file for file in path.iterdir() if file.suffix in DATA and file.is_file()
-            )
-            about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            digests[text] = hashlib.sha256(repr(about).encode()).hexdigest()
-    return digests
+    return {"script": stage.script, "flags": flags, "patch": patch, "inputs": input_digests(texts)}
 
 
 def read_mark(output_dir: Path, name: str = MARK) -> dict[str, Any] | None:

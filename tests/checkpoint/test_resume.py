@@ -9,6 +9,7 @@ kills of all ranks, is `python -m tests.fault_drill`. About `common.checkpoint.r
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 
 import train_sft
 from common import distributed
-from common.checkpoint import export, hf_folder, layout
+from common.checkpoint import export, hf_folder, layout, resume
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, load, optim
@@ -183,7 +184,7 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
 
 @pytest.mark.usefixtures("process_group", "without_pictures")
 def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
-    """Unless it is to be trained again, or what it starts from or learns from is newer."""
+    """Unless it is to be trained again, or what it starts from or learns from has changed."""
     start = tiny.save(tiny.causal_lm("gpt2", is_plain=True, vocab_size=300), tmp_path / "start")
     flags = {"model_name_or_path": start, "output_dir": str(tmp_path / "run")}
     rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 8)
@@ -203,11 +204,27 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     assert weights.stat().st_mtime_ns == written_at
     train_sft.main(SFTConfig(**flags, resume_from_checkpoint="none"))
     assert weights.stat().st_mtime_ns > written_at
-    for newer in (tmp_path / "start" / "config.json", rows):
+    for changed in (tmp_path / "start" / "config.json", rows):
         written_at = weights.stat().st_mtime_ns
-        newer.touch()
+        changed.write_text(changed.read_text() + "\n")
         train_sft.main(SFTConfig(**flags))
         assert weights.stat().st_mtime_ns > written_at
+    rows.touch()  # the same rows
+    with pytest.raises(signals.Stopped, match="finished before"):
+        train_sft.main(SFTConfig(**flags))
+
+
+def test_an_edited_file_of_a_resumed_run_is_named(tmp_path, capsys):
+    objective, config = tmp_path / "mine.py", tiny.train_config(output_dir=str(tmp_path / "run"))
+    objective.write_text("# first")
+    config = replace(config, stop_token=f"{objective}:function")
+    folder_module.save_run_files(tmp_path / "run", config, 1)
+    resume.warn_of_edits(config)
+    assert capsys.readouterr().out == ""
+    objective.write_text("# second")
+    resume.warn_of_edits(config)
+    warning = f"warning: {objective} was edited: the run goes on with the new one.\n"
+    assert capsys.readouterr().out == warning
 
 
 def test_a_run_that_lost_a_rank_and_one_that_was_stopped_end_as_if_they_had_not(tmp_path):

@@ -17,6 +17,7 @@ from common.data import Example
 from common.errors import UserError
 from common.noise import derive_seed, permutation
 from common.record.jsonl import json_line, write_atomically
+from common.record.run_folder import input_digests
 from common.text.reading import load_rows
 from experiments.runs import stages
 from experiments.runs.overoptimization.config import OveroptimizationConfig
@@ -156,7 +157,7 @@ class Chain:
         run = path.parent if path.name == MODEL else path.parent.parent
         named = [str(run / MODEL), str(self.sft), str(self.proxy), self.config.gold]
         limits = {name: getattr(self.config, name) for name in LIMITS}
-        return {"path": path.name, "runs": stages.inputs(named), **limits, **settings}
+        return {"path": path.name, "runs": input_digests(named), **limits, **settings}
 
 
 def choose(rows: Sequence[Item], config: OveroptimizationConfig, field: str) -> list[Item]:
