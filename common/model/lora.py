@@ -68,6 +68,12 @@ def add_adapters(
     for adapter in adapters:
         inject(lm, settings, adapter)
     distributed.seed_everything(config.seed)
+    weights = [layer.base_layer.weight for layer in adapted_layers(lm).values()]
+    if len(set(weights)) < len(weights):
+        raise UserError(
+            f"layers of {type(lm).__name__} share weights, into which separate adapters cannot be "
+            "merged; name others in --lora_target_modules, or train without --lora_r."
+        )
     print_share(lm)
     if hasattr(lm, "score"):  # after injecting, where peft would have copied the head
         settings.task_type, settings.modules_to_save = "SEQ_CLS", ["score"]

@@ -100,8 +100,8 @@ class CopyingDecoder:
         limits = (getattr(module, "time_step_limit", (0.0,)) for module in lm.modules())
         if any(limit[0] > 0 for limit in limits):  # Nemotron-H in transformers 5.23
             raise UserError(
-                f"{type(lm).__name__} limits its time steps in a whole text, not token by token: "
-                "it would sample otherwise than it is trained; train it with "
+                f"{type(lm).__name__} limits its time steps in a whole text, not token by token, "
+                "so that what it samples differs from what is trained; train it with "
                 "--num_sample_prompts 0, and not by GRPO."
             )
         device = lm.get_input_embeddings().weight.device

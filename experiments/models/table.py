@@ -11,7 +11,11 @@ from common.report import markdown
 Row = dict[str, Any]
 FLAGS = {"shared_prefix": "default", "padded": "`--layout padded`", "": "none"}
 # Of sentences that differ by the model only
-VARYING = {r"\b\w+For\w+|\b\w+LMHead\w*": "MODEL", r"by [-+.\de]+": "by X", r" \(roun[^)]*\)": ""}
+VARYING = {
+    r"\b\w+(For|LMHead)\w+|\b\w+Attention": "the model",
+    r"'FOLDER' is an? \S+ model": "it is a model",
+    r" by [-+.\de]+| \(rounding[^)]*\)": "",
+}
 
 
 def read(file: Path) -> dict[str, Row]:
