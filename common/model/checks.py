@@ -98,6 +98,12 @@ def check_location(path: str, content: Literal["model", "tokenizer"]) -> None:
         sources.is_reachable()
 
 
+def check_head(path: str, model: Any) -> None:
+    """Raise a UserError for a classifier with other layers than one projection."""
+    if not hasattr(model, "score"):
+        raise UserError(f"{path!r} ({type(model).__name__}) has no `score` head to use as reward.")
+
+
 def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head: bool) -> None:
     """Raise a UserError for weights that are not those of the model.
 

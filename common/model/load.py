@@ -295,8 +295,7 @@ def load_reward_model(
             "this project loads the reward model"
         )
     lm = load(AutoModelForSequenceClassification, path, model_config, config)
-    if not hasattr(lm, "score"):
-        raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
+    checks.check_head(path, lm)
     num_ids = max(len(tokenizer), tokenizer.pad_token_id + 1)
     if num_ids > (old_size := lm.config.vocab_size):
         lm.resize_token_embeddings(num_ids, mean_resizing=False)
@@ -360,6 +359,8 @@ def load(
             f"no safetensors weights could be loaded from {path!r}: {reason}."
         ) from None
     is_classifier = auto_class is AutoModelForSequenceClassification
+    if is_classifier:  # else what its head lacks would be the reason
+        checks.check_head(path, model)
     has_new_head = is_classifier and not checks.is_classifier(model_config)
     checks.check_weights(path, model, report, has_new_head=has_new_head and not has_more)
     if has_more:

@@ -12,7 +12,7 @@ Row = dict[str, Any]
 FLAGS = {"shared_prefix": "default", "padded": "`--layout padded`", "": "none"}
 # Of sentences that differ by the model only
 VARYING = {
-    r"\b\w+(For|LMHead)\w+|\b\w+Attention": "the model",
+    r"(\bthe )?\b\w+(For|LMHead)\w+|\b\w+Attention": "the model",
     r"'FOLDER' is an? \S+ model": "it is a model",
     r" by [-+.\de]+| \(rounding[^)]*\)": "",
 }
