@@ -27,9 +27,9 @@ from common.config.stages import SFTConfig
 from common.data import Example
 from common.errors import UserError
 from common.forward import Policy, ReferenceStates, RewardModel
+from common.grpo import minibatches
 from common.losses import sft_loss
-from common.model import fsdp, load, optim, rollout_copy
-from common.model.projection import Head
+from common.model import fsdp, load, optim
 from common.sampling.sampler import Sampler
 from experiments.models import shrink
 
@@ -209,12 +209,10 @@ def exact_kl(subject: Subject) -> float:
     policy = subject.policy(moves=True, is_projected=True)
     reference = subject.policy(is_projected=True).requires_grad_(False)
     hidden = reference(subject.batch, with_hidden=True).hidden
-    fsdp.reshard(reference)
-    head = reference.lm.get_output_embeddings()
-    parts: list[Any] = [
-        p if p is None else rollout_copy.gather(p, p.dtype) for p in (head.weight, head.bias)
-    ]
-    kl = policy(subject.batch, reference=ReferenceStates(hidden, Head(*parts))).kl
+    config: Any = SFTConfig(**subject.flags)
+    num_ids = subject.lm.get_input_embeddings().num_embeddings
+    head = minibatches.reference_head(reference, config, num_ids)
+    kl = policy(subject.batch, reference=ReferenceStates(hidden, head)).kl
     plain, ref_plain = subject.plain(subject.folder), subject.lm
     move(plain)
 

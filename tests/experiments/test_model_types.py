@@ -14,6 +14,7 @@ import torch
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from common import self_checks
+from common.model import projection
 from experiments.models import cells, shrink, table
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -28,8 +29,8 @@ REFUSED = {  # part of the sentence with which the default layout refuses a type
     "gemma3_text": SHARES,  # windows, norms around each part
     "gemma4_text": SHARES,  # a field that differs by layer
     "gemma2": "attention of its own",  # capped scores
-    "cohere2": "scales or caps its logits",
-    "granite": "scales or caps its logits",
+    "cohere2": SHARES,  # scaled logits
+    "granite": SHARES,  # scaled logits, embeddings and residuals
     "gpt_oss": "attention of its own",  # sinks
     "olmo2": SHARES,  # norms behind each part
     "mixtral": SHARES,  # experts
@@ -105,6 +106,8 @@ def test_a_family_that_loses_mask_or_positions_is_wrong(
 
 @pytest.mark.usefixtures("some_cells")
 def test_a_family_whose_scale_is_ignored_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(projection.Scaling, "of", lambda config: projection.Scaling())
+    assert "scales or caps" in results("granite", "shared_prefix", tmp_path)["SFT"]["text"]
     monkeypatch.setattr(self_checks, "only_tokens_matter", lambda *args, **options: None)
     unchecked = results("granite", "shared_prefix", tmp_path)
     assert unchecked["SFT"]["kind"] == "wrong", unchecked["SFT"]
