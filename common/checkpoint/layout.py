@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.record.run_folder import METRICS, SAMPLES
+from common.record.run_folder import METRICS, SAMPLES, digest
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_\d{8,}")
@@ -87,11 +87,7 @@ def _digest(text: str) -> str:
 
 def describe(file: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file, its entry in the manifest."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        for chunk in iter(lambda: stream.read(1 << 20), b""):
-            digest.update(chunk)
-    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+    return {"bytes": file.stat().st_size, "sha256": digest(file)}
 
 
 def damage(folder: Path) -> str:

@@ -878,8 +878,8 @@ def test_a_signal_between_the_updates_of_a_step_waits_for_the_last_one(base, mon
     """A checkpoint between them would hold some of them, and resuming would repeat these."""
     flags, update = OFF_POLICY | {"num_minibatches": 2}, Run.update
 
-    def signalled(run: Run) -> None:
-        update(run)
+    def signalled(run: Run, losses: list[torch.Tensor]) -> None:
+        update(run, losses)
         if run.step == 1:
             monkeypatch.setattr(signals, "_first", (signal.SIGTERM, 0.0))
 
