@@ -2,7 +2,7 @@
 
 Each is a tiny model of a kind of attention, position, head or expert, in the functions of training,
 sampling and export. A family whose mask, positions or scale are lost is refused by the self-checks,
-and without these its cell is wrong.
+and without these its cell is wrong. About `experiments.models`.
 """
 
 import functools
