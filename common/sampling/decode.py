@@ -8,6 +8,7 @@ room.
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,13 +86,16 @@ class CopyingDecoder:
         Raises:
             UserError: the model has no attention, as Mamba; or another forward for one token.
         """
-        self.cache = DynamicCache(config=lm.config)
+        kinds = vars(sys.modules[type(lm).__module__]).values()
+        kinds = (k for k in kinds if isinstance(k, type) and issubclass(k, DynamicCache))
+        own = next((kind for kind in kinds if kind is not DynamicCache), None)  # as of MiniMax
+        self.cache = own() if own else DynamicCache(config=lm.config)
         accepted = inspect.signature(lm.forward).parameters
         self.cache_name = "past_key_values" if "past_key_values" in accepted else ""
         # transformers 5.24 renames it to cache, as a few models call a cache of another kind.
         if "cache" in accepted and re.search(r"\bCache\b", str(accepted["cache"].annotation)):
             self.cache_name = "cache"
-        has_attention = any(isinstance(layer, DynamicLayer) for layer in self.cache.layers)
+        has_attention = own or any(isinstance(layer, DynamicLayer) for layer in self.cache.layers)
         if not (self.cache_name and has_attention):
             raise UserError(
                 f"{type(lm).__name__} keeps no keys and values and cannot be sampled from; train "
@@ -112,8 +116,9 @@ class CopyingDecoder:
         logits = self.forward(ids, mask, positions)  # (N, V)
         rows = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)  # (B,)
         # Layers with linear attention have no `batch_repeat_interleave`, nor `batch_select_indices`
-        # (transformers 5.23); all have this.
-        self.cache.reorder_cache(rows)
+        # (transformers 5.23); all have the other. MiniMax's cache does not reorder its states.
+        self.select = self.cache.batch_select_indices if own else self.cache.reorder_cache
+        self.select(rows)
         self.logits, self.mask, self.positions = logits[rows], mask[rows], positions[rows, -1:]
 
     def forward(self, input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
@@ -138,7 +143,7 @@ class CopyingDecoder:
         """Drop the other rows; takes indices on the host, and returns them on the device."""
         kept = on_device(kept, self.mask.device)
         self.mask, self.positions = self.mask[kept], self.positions[kept]
-        self.cache.reorder_cache(kept)
+        self.select(kept)
         return kept
 
 
