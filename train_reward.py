@@ -104,7 +104,7 @@ def main(config: RewardConfig) -> None:
             loss.backward()
             batch_losses.append(loss.detach())
             run.metrics.add("loss", loss * num_pairs, real.sum())
-            longer = wins(*pairs.lengths.unbind(-1))  # (N,)
+            longer = wins(*pairs.of(batch.completion_mask.sum(-1)).unbind(-1))  # (N,)
             pair_scores.add_pair_metrics(run.metrics, rewards, real, chosen_longer=longer)
         run.update(batch_losses)
         run.end_step(evaluate)
