@@ -32,6 +32,7 @@ BF16_FACTOR = 3.0
 # Tokens of the longest sequence looked at: seconds on a CPU. What rotary embeddings do beyond is
 # known from the config (`checks.max_positions`).
 MAX_LENGTH = 128
+Ids = list[list[int]]  # of several texts
 
 
 def only_tokens_matter(
@@ -50,7 +51,7 @@ def only_tokens_matter(
 
     Raises:
         UserError: chance, padding, a later token or sharing a prompt changes scores, or the model
-            scales or caps its logits: another model, or another layout, is needed.
+            changes its logits in another way: another model, or another layout, is needed.
     """
     if not config.self_check:
         return
@@ -95,9 +96,7 @@ def only_tokens_matter(
         refuse(shared_prefix_batch(prompts, completions, 0), cause, "use --layout padded")
 
 
-def probe(
-    lm: Any, config: CommonConfig, seed: int
-) -> tuple[list[list[int]], list[list[list[int]]]]:
+def probe(lm: Any, config: CommonConfig, seed: int) -> tuple[Ids, list[Ids]]:
     """Random prompts with 1, 1, 2 and 3 completions: the first long, the others of 4 tokens.
 
     The completions have 8 tokens, that of the long prompt has 10.
@@ -157,9 +156,7 @@ def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> Non
     head = lm.get_output_embeddings()
     outputs = torch.linspace(-1024, 1024, head.weight.shape[0])  # (V,)
     hooks = [
-        head.register_forward_hook(
-            lambda head, inputs, output: outputs.to(output).expand_as(output)
-        ),
+        head.register_forward_hook(lambda _, inputs, output: 0 * output + outputs.to(output)),
         lm.register_forward_hook(lambda lm, inputs, output: logits.append(output.logits)),
     ]
     scores(model, batch)
@@ -168,9 +165,7 @@ def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> Non
     expected = Scaling.of(lm.config).apply(outputs.clone())
     rounded = logits[0].float().cpu()
     if not torch.allclose(rounded, expected.expand_as(rounded), rtol=2**-7, atol=2**-7):
-        raise UserError(
-            f"{type(lm).__name__} scales or caps its logits in its own way; use {remedy}."
-        )
+        raise UserError(f"{type(lm).__name__} changes its logits in another way; use {remedy}.")
 
 
 def stop_token_is_trained(

@@ -36,16 +36,10 @@ class Scaling(NamedTuple):
     @classmethod
     def of(cls, config: Any) -> "Scaling":
         """That of a causal language model with this config."""
-        scale, multiplier, divisor, cap = (
-            getattr(config, name, None) or default
-            for name, default in (
-                ("logit_scale", 1.0),  # Cohere
-                ("lm_head_multiplier", 1.0),  # Falcon-H1
-                ("logits_scaling", 1.0),  # Granite
-                ("final_logit_softcapping", 0.0),  # Gemma, NanoChat
-            )
-        )
-        return cls(scale * multiplier / divisor, cap)
+        scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+        scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
+        scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+        return cls(scale, getattr(config, "final_logit_softcapping", None) or 0.0)  # Gemma
 
     def apply(self, output: Tensor) -> Tensor:
         """Logits, in the place of the head's output."""

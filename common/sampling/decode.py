@@ -86,16 +86,17 @@ class CopyingDecoder:
         Raises:
             UserError: the model has no attention, as Mamba; or another forward for one token.
         """
-        kinds = vars(sys.modules[type(lm).__module__]).values()
-        kinds = (k for k in kinds if isinstance(k, type) and issubclass(k, DynamicCache))
-        own = next((kind for kind in kinds if kind is not DynamicCache), None)  # as of MiniMax
-        self.cache = own() if own else DynamicCache(config=lm.config)
+        names = vars(sys.modules[type(lm).__module__]).values()
+        classes = [x for x in names if isinstance(x, type) and issubclass(x, DynamicCache)]
+        special = [each for each in classes if each is not DynamicCache]  # as of MiniMax
+        self.cache = special[0]() if special else DynamicCache(config=lm.config)
         accepted = inspect.signature(lm.forward).parameters
         self.cache_name = "past_key_values" if "past_key_values" in accepted else ""
         # transformers 5.24 renames it to cache, as a few models call a cache of another kind.
         if "cache" in accepted and re.search(r"\bCache\b", str(accepted["cache"].annotation)):
             self.cache_name = "cache"
-        has_attention = own or any(isinstance(layer, DynamicLayer) for layer in self.cache.layers)
+        layers = self.cache.layers
+        has_attention = special or any(isinstance(layer, DynamicLayer) for layer in layers)
         if not (self.cache_name and has_attention):
             raise UserError(
                 f"{type(lm).__name__} keeps no keys and values and cannot be sampled from; train "

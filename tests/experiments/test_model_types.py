@@ -107,7 +107,7 @@ def test_a_family_that_loses_mask_or_positions_is_wrong(
 @pytest.mark.usefixtures("some_cells")
 def test_a_family_whose_scale_is_ignored_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(projection.Scaling, "of", lambda config: projection.Scaling())
-    assert "scales or caps" in results("granite", "shared_prefix", tmp_path)["SFT"]["text"]
+    assert "changes its logits" in results("granite", "shared_prefix", tmp_path)["SFT"]["text"]
     monkeypatch.setattr(self_checks, "only_tokens_matter", lambda *args, **options: None)
     unchecked = results("granite", "shared_prefix", tmp_path)
     assert unchecked["SFT"]["kind"] == "wrong", unchecked["SFT"]
@@ -137,9 +137,9 @@ def test_the_flags_follow_from_the_cells():
     refused = [each | {"layout": "shared_prefix", "kind": "refused", "text": "x"} for each in right]
     row = {"type": "a", "results": [*refused, *right], "end": "", "seconds": 1.0}
     assert table.advice(row) == "use --layout padded"
-    right[5] |= {"kind": "refused", "text": "ThisForCausalLM scales or caps its logits."}
+    right[5] |= {"kind": "refused", "text": "ThisForCausalLM changes its logits."}
     assert "--kl_estimator k2 or k3" in table.advice(row)
     page = table.page({"a": row, "b": {"type": "b", "not a decoder": "an encoder"}})
     assert "| `a` | `--layout padded` | 1e-06 | exact KL: refused (1)" in page.replace("  ", " ")
-    assert "1. the model scales or caps its logits." in page
+    assert "1. the model changes its logits." in page
     assert "`b` (an encoder)" in page

@@ -150,7 +150,7 @@ def test_code_of_a_model_is_not_run_without_the_flag(stage, refusals):
 
 
 def test_code_of_a_model_of_a_known_type_is_left_alone(refusals):
-    """Transformers has a class of its own for it, and custom code for `generate` is not read."""
+    """Transformers has a separate class for it, and custom code for `generate` is not read."""
     folder = with_code(code_of_a_model, "its_code")
     change(folder / "config.json", model_type="gpt2")
     (folder / "custom_generate").mkdir()

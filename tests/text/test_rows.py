@@ -448,7 +448,7 @@ GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("good", "bad"
 @pytest.mark.parametrize(
     ("kind", "row"),
     [
-        # TRL's rows with an implicit prompt, and the prompt in a column beside
+        # TRL's rows with an implicit prompt, and the prompt in a column too
         ("preference", {"prompt": "Say:", "chosen": "Say: good", "rejected": "Say: bad"}),
         ("sft", {"prompt": "Say:", "completion": "Say: good"}),
         ("preference", {"prompt": USER, "chosen": USER + GOOD, "rejected": USER + BAD}),
