@@ -186,7 +186,7 @@ def has_classifier(model_config: PretrainedConfig) -> bool:
         causal = AutoModelForCausalLM._model_mapping[config_class]
         family = next(c for c in causal.__mro__[1:] if issubclass(c, PreTrainedModel))
         name = causal.__name__.replace("ForCausalLM", "ForSequenceClassification")
-        fields = {"base_model_prefix": causal.base_model_prefix}
+        fields = {"base_model_prefix": causal.base_model_prefix, "config_class": config_class}
         made = type(name, (GenericForSequenceClassification, family), fields)
         # Without exist_ok a class of transformers' own config is not registered, without a word.
         AutoModelForSequenceClassification.register(config_class, made, exist_ok=True)

@@ -118,7 +118,7 @@ class CopyingDecoder:
         rows = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)  # (B,)
         # Layers with linear attention have no `batch_repeat_interleave`, nor `batch_select_indices`
         # (transformers 5.23); all have the other. MiniMax's cache does not reorder its states.
-        self.select = self.cache.batch_select_indices if own else self.cache.reorder_cache
+        self.select = self.cache.batch_select_indices if special else self.cache.reorder_cache
         self.select(rows)
         self.logits, self.mask, self.positions = logits[rows], mask[rows], positions[rows, -1:]
 
