@@ -1,9 +1,12 @@
 """Checks of a model's folder and configuration before its weights are read."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -174,22 +177,42 @@ def is_classifier(model_config: PretrainedConfig) -> bool:
 def has_classifier(model_config: PretrainedConfig) -> bool:
     """Whether transformers has a sequence classifier for the model's family.
 
-    If not, the generic one is registered for it, in this process.
+    If not, one made of its generic one is registered, in this process.
+
+    Raises:
+        UserError: the generic one does not fit the family.
     """
-    config_class, classifiers = (
-        type(model_config),
-        AutoModelForSequenceClassification._model_mapping,
-    )
-    if config_class in classifiers:
-        return config_class not in classifiers._extra_content
-    if config_class in AutoModelForCausalLM._model_mapping:
-        causal = AutoModelForCausalLM._model_mapping[config_class]
-        family = next(c for c in causal.__mro__[1:] if issubclass(c, PreTrainedModel))
-        name = causal.__name__.replace("ForCausalLM", "ForSequenceClassification")
-        fields = {"base_model_prefix": causal.base_model_prefix, "config_class": config_class}
-        made = type(name, (GenericForSequenceClassification, family), fields)
-        # Without exist_ok a class of transformers' own config is not registered, without a word.
-        AutoModelForSequenceClassification.register(config_class, made, exist_ok=True)
+    kind, classifiers = type(model_config), AutoModelForSequenceClassification._model_mapping
+    if kind in classifiers:
+        return kind not in classifiers._extra_content
+    if kind not in AutoModelForCausalLM._model_mapping:  # with Python code of its own
+        return False
+    causal = AutoModelForCausalLM._model_mapping[kind]
+    family = next(c for c in causal.__mro__[1:] if issubclass(c, PreTrainedModel))
+    with torch.device("meta"):
+        trunk_class = type(causal(copy.deepcopy(model_config)).base_model)
+
+    class Classifier(GenericForSequenceClassification, family):  # type: ignore[misc, valid-type]
+        base_model_prefix, config_class = causal.base_model_prefix, kind
+        __module__ = causal.__module__  # by which transformers knows what it may do with a class
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            PreTrainedModel.__init__(self, config)
+            setattr(self, self.base_model_prefix, trunk_class(config))
+            self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, False)
+            self.post_init()
+
+    try:
+        with torch.device("meta"):
+            Classifier(model_config)
+    except AttributeError:  # its config names the hidden size otherwise
+        raise UserError(
+            f"transformers has no sequence classifier for {kind.model_type}, and its generic one "
+            "does not fit; give a reward model of another family."
+        ) from None
+    Classifier.__name__ = causal.__name__.replace("ForCausalLM", "ForSequenceClassification")
+    # Without exist_ok a class of transformers' own config is not registered, without a word.
+    AutoModelForSequenceClassification.register(kind, Classifier, exist_ok=True)
     return False
 
 

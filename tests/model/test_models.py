@@ -617,3 +617,17 @@ def test_a_family_without_a_classifier_gets_a_reward_model_that_is_loaded_again(
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
         plain = classifier(input_ids=torch.tensor([prompt + completion])).logits.squeeze()
         torch.testing.assert_close(reward[row], plain + RewardModel(classifier).shift)
+
+
+def test_a_classifier_of_falcon_h1_has_the_buffers_that_its_family_initialises(tmp_path):
+    """Of a class of another module than its family's they are left as the memory was."""
+    shape = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    tiny.causal_lm("falcon_h1", is_plain=True, **shape).save_pretrained(tmp_path)
+    tokenizer = tiny.tokenizer()
+    models.add_own_pad_token(tokenizer)
+    config = short_config(model_name_or_path=str(tmp_path), layout="padded")
+    model_config = models.read_model_config(str(tmp_path), "trunk", None, config)
+    lm = models.load_reward_model(str(tmp_path), model_config, tokenizer, config)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for module in (lm, plain):
+        assert all((b == 1).all() for n, b in module.named_buffers() if n.endswith("mup_vector"))
