@@ -273,8 +273,10 @@ CELLS: dict[str, Callable[[Subject], float]] = {
 def run(folder: str, layout: str) -> Iterator[dict[str, Any]]:
     """Every cell of a model's folder in a layout. Collective."""
     subject: Subject | None = None
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as made:
+        scratch = distributed.from_rank0(made)  # all ranks read what it exports
         for name, cell in CELLS.items():
+            distributed.barrier()
             result = {"layout": layout, "cell": name}
             try:
                 subject = subject or Subject(folder, layout, scratch)
@@ -288,6 +290,7 @@ def run(folder: str, layout: str) -> Iterator[dict[str, Any]]:
                 places = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames)
                 text = f"{type(error).__name__}: {error} ({places})".replace(folder, "FOLDER")
                 yield result | {"kind": "traceback", "text": " ".join(text.split())}
+        distributed.barrier()
 
 
 def run_type(name: str, file: str, ranks: int = 1, rank: int = 0, port: int = 0) -> None:
