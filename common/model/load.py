@@ -358,11 +358,11 @@ def load(
         raise UserError(
             f"no safetensors weights could be loaded from {path!r}: {reason}."
         ) from None
-    is_classifier = auto_class is AutoModelForSequenceClassification
+    is_classifier = auto_class is AutoModelForSequenceClassification and not has_more
     if is_classifier:  # else what its head lacks would be the reason
         checks.check_head(path, model)
     has_new_head = is_classifier and not checks.is_classifier(model_config)
-    checks.check_weights(path, model, report, has_new_head=has_new_head and not has_more)
+    checks.check_weights(path, model, report, has_new_head=has_new_head)
     if has_more:
         print(f"the text model of {path!r}, a {whole_config.model_type}, is used alone", flush=True)
         return text_part.alone(path, model, auto_class, model_config)

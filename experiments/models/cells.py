@@ -154,10 +154,12 @@ def gradient(subject: Subject) -> float:
     logps = logps_of.__wrapped__(plain, subject.pairs)  # type: ignore[attr-defined]
     (-torch.cat(logps).mean()).backward()
     gaps = norm = torch.zeros(())
-    for parameter, expected in zip(policy.lm.parameters(), plain.parameters(), strict=True):
-        grads = [p.new_zeros(()) if p.grad is None else p.grad for p in (parameter, expected)]
-        ours = grads[0].full_tensor() if isinstance(grads[0], DTensor) else grads[0]
-        gaps, norm = gaps + (ours - grads[1]).square().sum(), norm + grads[1].square().sum()
+    # Of a model of text and images the plain one has further parameters, without gradients
+    all_grads = [[p.grad for p in lm.parameters()] for lm in (policy.lm, plain)]
+    grads = [[grad for grad in each if grad is not None] for each in all_grads]
+    for grad, expected in zip(grads[0], grads[1], strict=True):
+        ours = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        gaps, norm = gaps + (ours - expected).square().sum(), norm + expected.square().sum()
     plain.zero_grad()
     return float((gaps / norm).sqrt())
 

@@ -586,6 +586,19 @@ def test_the_text_model_of_a_model_of_images_trains_and_loads_alone(family, tmp_
         torch.testing.assert_close(lm(ids).logits, whole.eval()(input_ids=ids).logits)
 
 
+def test_the_text_model_of_a_model_of_images_becomes_a_reward_model(tmp_path):
+    whole = whole_model("gemma3", tmp_path)
+    tokenizer = models.load_tokenizer(str(tmp_path), short_config())
+    models.add_own_pad_token(tokenizer)
+    config = short_config(model_name_or_path=str(tmp_path))
+    model_config = models.read_model_config(str(tmp_path), "trunk", tokenizer, config)
+    lm = models.load_reward_model(str(tmp_path), model_config, tokenizer, config)
+    ids = torch.tensor([tiny.random_ids(12, seed=0)])
+    with torch.no_grad():
+        states = whole.get_decoder().eval()(ids).last_hidden_state
+        torch.testing.assert_close(lm(ids).logits[0], lm.score(states[0, -1]))
+
+
 def test_a_text_model_that_scales_otherwise_than_the_whole_is_refused(tmp_path):
     whole_model("aya_vision", tmp_path)
     config = short_config(layout="padded", model_name_or_path=str(tmp_path))
