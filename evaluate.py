@@ -66,7 +66,9 @@ def main(config: EvaluateConfig) -> None:
     table = PairScores(records.describe_pairs(rows.pairs, rows.dataset, rows.split))
     output_dir = Path(config.output_dir)
     if distributed.is_rank0():
-        save_run_files(output_dir, config, distributed.world_size())
+        first_config = next(iter(policy_configs.values()), None)
+        commit = getattr(first_config, "_commit_hash", None)  # of a model of the hub
+        save_run_files(output_dir, config, distributed.world_size(), commit)
         for file in WRITTEN:  # by an earlier evaluation
             (output_dir / file).unlink(missing_ok=True)
     mesh = distributed.mesh(config.num_replicas)

@@ -33,6 +33,7 @@ BF16_FACTOR = 3.0
 # known from the config (`checks.max_positions`).
 MAX_LENGTH = 128
 Ids = list[list[int]]  # of several texts
+SKIP = "(--self_check false skips this)"
 
 
 def only_tokens_matter(
@@ -78,16 +79,17 @@ def only_tokens_matter(
         expected = nn.functional.pad(alone, (0, missing))  # padding of completions has no score
         gap = float((short_of_batch - expected)[..., tokens].abs().sum()) / alone.numel()
         by = f"by {gap:.3g} (rounding: {limit:.3g} at most)"
-        message = f"{cause} changes the scores of {name} {by}: {reason}"
-        refuse_unless(gap <= limit, message, UserError)
+        if not gap <= limit:
+            changes = f"{cause} changes the scores of {name} {by}"
+            raise UserError(f"self-check failed: {changes}: {reason}.")
 
-    refuse(short, "chance", "it adds noise")
+    refuse(short, "chance", f"it adds noise {SKIP}")
     padded = padded_batch(prompts, completions, 0)
-    refuse(padded, "padding", "it ignores position_ids or attention_mask")
+    refuse(padded, "padding", f"it ignores position_ids or attention_mask {SKIP}")
     if not isinstance(model, RewardModel):
         others = [[[*ids[:-1], prompts[0][0]] for ids in group] for group in completions[1:]]
         later = padded_batch(prompts[1:], others, 0)
-        refuse(later, "a later token", "it is not causal, as an encoder", slice(-1))
+        refuse(later, "a later token", f"it is not causal, as an encoder {SKIP}", slice(-1))
         if is_shared or is_projected:
             remedy = "--layout padded" if is_shared else "--kl_estimator k2 or k3"
             refuse_changed_logits(model, short, remedy)
@@ -246,4 +248,4 @@ def refuse_unless(
 ) -> None:
     """Raise an error that says how to go on regardless: a UserError for what a user chose."""
     if not holds:
-        raise kind(f"self-check failed: {message} (--self_check false skips this).")
+        raise kind(f"self-check failed: {message} {SKIP}.")

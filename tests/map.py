@@ -29,7 +29,7 @@ def modules() -> list[str]:
     return [name for name in names if not name.endswith("__init__")]
 
 
-def tests_of_modules() -> dict[str, list[str]]:
+def files_of_modules() -> dict[str, list[str]]:
     """Names of the test files of each module."""
     files = {file: about(file) for file in sorted(ROOT.glob("tests/**/test_*.py"))}
     return {
@@ -43,6 +43,6 @@ def tests_of_modules() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    for module, tests in tests_of_modules().items():
+    for module, tests in files_of_modules().items():
         if not sys.argv[1:] or any(text in module for text in sys.argv[1:]):
             print(f"{module:44} {', '.join(tests)}")

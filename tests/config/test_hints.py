@@ -42,8 +42,10 @@ class Row(NamedTuple):
 
 def read_page() -> list[Row]:
     rows, section = [], ""
+    text = PAGE.read_text(encoding="utf-8")
+    text = re.sub(r"## Where your numbers will differ.*?(?=\n## )", "", text, flags=re.DOTALL)
     wrapped = r"(?<=[^\n])\n *(?=[^\n#| -])"
-    for line in re.sub(wrapped, " ", PAGE.read_text(encoding="utf-8")).splitlines():
+    for line in re.sub(wrapped, " ", text).splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ").lower()
         elif same := SAME.match(line):

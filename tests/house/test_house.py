@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.map import about, tests_of_modules
+from tests.map import about, files_of_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "common").rglob("*.py"))
@@ -94,7 +94,7 @@ def test_every_test_file_says_what_it_is_about_and_every_module_has_one():
         for name in names:
             path = ROOT / name.replace(".", "/")
             assert (ROOT / name).exists() or path.is_dir() or path.with_suffix(".py").exists(), name
-    tests = tests_of_modules()
+    tests = files_of_modules()
     paths = [path for path in [*MODULES, *EXPERIMENTS] if path.stem != "__init__"]
     assert set(map(dotted, paths)) <= tests.keys()
     assert all(tests.values())

@@ -121,7 +121,7 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     (
         "train_dpo",
         {"pair_method": "all"},
-        ["'--pair_method'", "it is gone, write", "experiments.sample_pairs"],
+        ["unknown argument '--pair_method'", "CHANGELOG.md those that are gone"],
     ),
     ("evaluate", {"policies": []}, ["nothing to evaluate"]),
 ]

@@ -248,7 +248,7 @@ class Script:
 
 def environment(**variables: str) -> dict[str, str]:
     """The variables of a child process: CPU only, one thread, no network, our modules."""
-    rooms = sorted({path.parent for path in TESTS.glob("*/test_*.py")})
+    rooms = sorted({path.parent for path in TESTS.rglob("test_*.py")})
     ours = {
         "PYTHONPATH": os.pathsep.join(map(str, [ROOT, TESTS, TESTS / "support", *rooms])),
         "OMP_NUM_THREADS": "1",

@@ -381,7 +381,7 @@ def test_policies_are_evaluated_without_any_judge(working_directory):
     assert (system["name"], system["kl"]) == ("alone", None)
     assert system["scored_by"] == "logp"
     assert system["length"] > 0
-    assert "rewards" not in system
+    assert not system["rewards"]
     assert Path("judged_by_none/report.md").is_file()
 
 
