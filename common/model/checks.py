@@ -204,12 +204,15 @@ def has_classifier(model_config: PretrainedConfig) -> bool:
 
     try:
         with torch.device("meta"):
-            Classifier(model_config)
-    except AttributeError:  # its config names the hidden size otherwise
+            Classifier(model_config).get_input_embeddings()
+        fits = trunk_class is not causal
+    except (AttributeError, NotImplementedError):  # as of BLT, which has no one hidden size
+        fits = False
+    if not fits:
         raise UserError(
             f"transformers has no sequence classifier for {kind.model_type}, and its generic one "
             "does not fit; give a reward model of another family."
-        ) from None
+        )
     Classifier.__name__ = causal.__name__.replace("ForCausalLM", "ForSequenceClassification")
     # Without exist_ok a class of transformers' own config is not registered, without a word.
     AutoModelForSequenceClassification.register(kind, Classifier, exist_ok=True)

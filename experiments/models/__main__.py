@@ -62,7 +62,8 @@ def of_folder(path: str) -> None:
     for layout in cells.LENGTHS:
         for result in cells.run(path, layout):
             results.append(result)
-            print(f"{layout}: {result['cell']}: {table.outcome(result)}", flush=True)
+            seen = table.outcome(result).replace("FOLDER", path)
+            print(f"{layout}: {result['cell']}: {seen}", flush=True)
     print(table.advice({"type": path, "results": results}))
 
 
