@@ -91,11 +91,15 @@ def main(config: PairsConfig) -> None:
     if distributed.is_rank0():
         commit = getattr(model_config, "_commit_hash", None)
         save_run_files(folder, config, distributed.world_size(), commit)
+        (folder / "validation.jsonl").unlink(missing_ok=True)  # of an earlier command
 
     # Prompts of each split, reward functions
     held_out = held_out_split(config, config.dataset_name, is_trained_on=True)
     splits = {held_out: config.num_eval_rows} if held_out else {}
     splits[config.dataset_train_split] = config.num_train_rows
+    names = {split: split.partition("[")[0] for split in splits}  # of `train[:480]`: train
+    if held_out and names[held_out] == names[config.dataset_train_split]:
+        names[held_out] = "validation"
     prompts = {
         split: load_examples(config, config.dataset_name, split, "prompts", vocabulary, num_rows)
         for split, num_rows in splits.items()
@@ -114,7 +118,7 @@ def main(config: PairsConfig) -> None:
     for split, examples in prompts.items():
         pairs = sample_pairs(examples, sampler, scorer, config, vocabulary)
         if distributed.is_rank0():
-            write_rows(folder, split, pairs)
+            write_rows(folder, names[split], pairs)
         distributed.barrier()
 
 
@@ -156,6 +160,9 @@ def sample_pairs(
             texts=rollouts.numbered(len(examples)),
         )  # (N, P, 2)
         texts = rollouts.texts(vocabulary.tokenizer)
+        for i, ids in enumerate(rollouts.completion_ids):  # a row's text ends with the first stop
+            if rollouts.has_stop[i] and ids[-1] != vocabulary.stop_ids[0]:
+                texts[i] += vocabulary.tokenizer.decode(ids[-1:])
         pairs += as_pairs(examples, is_real, texts, rewards, chosen_pairs)
         all_rewards += rewards[is_real].flatten().tolist()
         bar.update()
@@ -286,10 +293,10 @@ def informative_pairs(
     return selected
 
 
-def write_rows(folder: Path, split: str, pairs: Iterable[Pair]) -> None:
-    """Write the pairs of a split, be it a slice as `train[:480]`, as rows of any stage."""
+def write_rows(folder: Path, name: str, pairs: Iterable[Pair]) -> None:
+    """Write the pairs of a split as rows of any stage."""
     columns = ({name: value for name, value in vars(p).items() if name != "row"} for p in pairs)
-    write_atomically(folder / f"{split.partition('[')[0]}.jsonl", map(json_line, columns))
+    write_atomically(folder / f"{name}.jsonl", map(json_line, columns))
 
 
 if __name__ == "__main__":

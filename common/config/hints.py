@@ -81,5 +81,5 @@ def answer(words: Sequence[Any], flags: Sequence[str]) -> str:
     elif name.endswith((".yaml", ".yml")):
         advice = f": a recipe is given as --config {word}"
     else:
-        advice = f" ({hint(name, flags, PAGES)})"
+        advice = f" ({hint(name, flags, '')} {PAGES})".replace("( ", "(")
     return f"{word!r}{advice}" + (f"; also unknown: {others}" if others else "")

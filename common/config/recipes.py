@@ -30,7 +30,10 @@ def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
     if not isinstance(recipe, dict):
         raise UserError(f"--config {file} must hold `key: value` lines.")
     first: dict[str, Any] = {}
-    for key, _ in getattr(nodes, "value", []):
+    for key, value in getattr(nodes, "value", []):
+        is_plain = not typed and getattr(value, "style", "") is None
+        if is_plain and value.value in ("", "~", "null"):
+            raise UserError(f"--config {file} gives nothing for {key.value!r}; it must be a value.")
         if first.setdefault(str(key.value), key) is not key:
             line = key.start_mark.line + 1
             raise UserError(f"--config {file}, line {line}: the key {key.value!r} is there twice.")

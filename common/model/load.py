@@ -227,7 +227,10 @@ def find_config(
         )
         file = cached_file(path, "config.json", revision=revision)
         model_config._commit_hash = extract_commit_hash(file, None)
-        return text_part.config_of(model_config) or model_config
+        text_config = text_part.config_of(model_config)
+        if text_config and config.lora_r > 0 and path == config.model_name_or_path:
+            raise config.refused("lora_r", f"0: an adapter would not fit the whole {path!r}")
+        return text_config or model_config
     except UserError:
         raise
     except Exception as error:  # of many types, by what is wrong in the folder
@@ -337,9 +340,9 @@ def load(
         distributed.seed_everything(config.seed)
         return model
     options = {"revision": revision, "trust_remote_code": config.trust_remote_code}
+    whole_config = AutoConfig.from_pretrained(path, **options)
+    has_more = text_part.config_of(whole_config) is not None
     try:
-        whole_config = AutoConfig.from_pretrained(path, **options)
-        has_more = text_part.config_of(whole_config) is not None
         model, report = (AutoModelForImageTextToText if has_more else auto_class).from_pretrained(
             path,
             config=whole_config if has_more else model_config,

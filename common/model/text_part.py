@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
@@ -19,7 +20,8 @@ CAUSAL = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_
 def config_of(whole: PretrainedConfig) -> PretrainedConfig | None:
     """The text model's configuration; None of a model of text alone."""
     text: Any = getattr(whole, "text_config", None)
-    if getattr(text, "model_type", "") not in CAUSAL:
+    has_images = whole.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if not has_images or getattr(text, "model_type", "") not in CAUSAL:
         return None
     text._commit_hash = getattr(whole, "_commit_hash", None)
     text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)  # its own has no effect

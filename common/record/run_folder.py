@@ -99,6 +99,7 @@ def input_digests(texts: Iterable[str]) -> dict[str, str]:
     digests = {}
     for text in dict.fromkeys(texts):
         path = Path(text.split(".py:")[0] + ".py") if ".py:" in text else Path(text)
+        path = path.expanduser()
         if not 0 < len(text) < LONGEST_PATH or not path.exists():
             continue
         marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]

@@ -61,7 +61,11 @@ def length(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[floa
 
 def overlong(limits: str) -> RewardFunction:
     """0 up to a number of tokens, from there falling to -1 at another (DAPO, eq. 13)."""
+    if not re.fullmatch(r"\d+-\d+", limits):
+        raise UserError(f"overlong:{limits} names no limits; give tokens, as overlong:40-56.")
     first, last = map(int, limits.split("-"))
+    if first >= last:
+        raise UserError(f"overlong:{limits} must rise, as overlong:40-56.")
     return lambda completion_ids, **columns: [
         max(-1.0, min(0.0, (first - len(ids)) / (last - first))) for ids in completion_ids
     ]

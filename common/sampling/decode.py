@@ -86,9 +86,10 @@ class CopyingDecoder:
         Raises:
             UserError: the model has no attention, as Mamba; or another forward for one token.
         """
-        names = vars(sys.modules[type(lm).__module__]).values()
-        classes = [x for x in names if isinstance(x, type) and issubclass(x, DynamicCache)]
-        special = [each for each in classes if each is not DynamicCache]  # as of MiniMax
+        module = sys.modules[type(lm).__module__]
+        classes = [each for each in vars(module).values() if isinstance(each, type)]
+        defined = [each for each in classes if each.__module__ == module.__name__]
+        special = [each for each in defined if issubclass(each, DynamicCache)]  # as of MiniMax
         self.cache = special[0]() if special else DynamicCache(config=lm.config)
         accepted = inspect.signature(lm.forward).parameters
         self.cache_name = "past_key_values" if "past_key_values" in accepted else ""

@@ -22,6 +22,7 @@ import transformers
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common import distributed
+from common.errors import UserError
 from common.record.terminal import run_command
 from experiments.models import cells, shrink, table
 
@@ -98,6 +99,8 @@ def main() -> None:
     distributed.quieten()
     if args.names and Path(args.names[0]).is_dir():
         of_folder(args.names[0])
+    elif others := [name for name in args.names if name not in shrink.types()]:
+        raise UserError(f"{others[0]!r} is no folder, and no causal type of transformers.")
     else:
         of_types(args.names, args.output_dir, args.jobs, args.ranks)
 

@@ -19,7 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from common import data, distributed, scoring, self_checks
 from common.checkpoint import export
@@ -29,7 +34,7 @@ from common.errors import UserError
 from common.forward import Policy, ReferenceStates, RewardModel
 from common.grpo import minibatches
 from common.losses import sft_loss
-from common.model import checks, fsdp, load, optim
+from common.model import checks, fsdp, load, optim, text_part
 from common.sampling.sampler import Sampler
 from experiments.models import shrink
 
@@ -79,8 +84,9 @@ class Subject:
 
     def plain(self, folder: Any, dtype: Any = torch.float32) -> Any:
         """Plain transformers' model of a folder."""
-        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        return lm.to(distributed.device())
+        is_whole = text_part.config_of(AutoConfig.from_pretrained(folder)) is not None
+        auto_class = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+        return auto_class.from_pretrained(folder, dtype=dtype).eval().to(distributed.device())
 
     @cached_property
     def lm(self) -> Any:

@@ -167,6 +167,6 @@ def test_a_recipe_is_answered_like_a_command_line(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_name_is_answered_with_ours() -> None:
-    typo = "unknown argument '--Learnig_rate' (did you mean learning_rate?)."
+    typo = f"unknown argument '--Learnig_rate' (did you mean learning_rate? {PAGES})."
     assert refusal("train_sft.py", "--Learnig-rate") == typo
     assert refusal("train_dpo.py", "--loss_type", "hing").endswith("(did you mean hinge?).")

@@ -644,3 +644,12 @@ def test_a_classifier_of_falcon_h1_has_the_buffers_that_its_family_initialises(t
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     for module in (lm, plain):
         assert all((b == 1).all() for n, b in module.named_buffers() if n.endswith("mup_vector"))
+
+
+def test_adapters_of_a_text_model_in_a_whole_are_refused(tmp_path):
+    """Their names would not fit the whole, from which peft loads the base."""
+    whole_model("gemma3", tmp_path)
+    config = short_config(model_name_or_path=str(tmp_path), lora_r=4)
+    with pytest.raises(UserError) as caught:
+        models.read_model_config(str(tmp_path), "policy", None, config)
+    tiny.check_sentence(caught.value, "--lora_r", "would not fit the whole")

@@ -128,7 +128,7 @@ def test_written_pairs_are_rows_of_every_stage(tmp_path):
     rewards = torch.tensor([[0.5, 0.75]])
     order = torch.tensor([[[1, 0]]])
     pairs = sampled([0], texts, rewards, order)
-    sample_pairs.write_rows(tmp_path / "run", "train[:9]", pairs)
+    sample_pairs.write_rows(tmp_path / "run", "train", pairs)
     row = {"prompt": "A prompt TL;DR:", "chosen": " three", "rejected": " one two\u2028"}
     rewards = {"chosen_reward": 0.75, "rejected_reward": 0.5}
     assert load_rows(tiny.train_config(), f"{tmp_path}/run", "train", "preference") == [
