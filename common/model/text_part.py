@@ -39,9 +39,16 @@ def alone(path: str, whole: Any, auto_class: Any, text_config: PretrainedConfig)
             scale that Cohere's text model has.
     """
     model: PreTrainedModel = auto_class.from_config(text_config)
-    model.base_model.load_state_dict(whole.get_decoder().base_model.state_dict())
-    if own_head := model.get_output_embeddings():
-        own_head.load_state_dict(whole.get_output_embeddings().state_dict())
+    try:
+        model.base_model.load_state_dict(whole.get_decoder().base_model.state_dict())
+        if own_head := model.get_output_embeddings():
+            own_head.load_state_dict(whole.get_output_embeddings().state_dict())
+    except (AttributeError, RuntimeError):  # its decoder or its head is named otherwise
+        raise UserError(
+            f"the text model of {path!r} cannot be taken out of the whole "
+            f"{whole.config.model_type}; give a model of text."
+        ) from None
+    if own_head:
         ids = torch.arange(8)[None]
         with torch.no_grad():
             logits, expected = (each.eval()(input_ids=ids).logits for each in (model, whole))
