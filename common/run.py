@@ -123,7 +123,7 @@ class Run:
         if self.examples and following < self.total_steps:
             self.made_ahead = {following: self.batches_of(following, self.examples)}
 
-    def update(self, losses: Sequence[Tensor]) -> None:
+    def update(self, losses: list[Tensor]) -> None:
         """Clip and take an optimiser step, on the gradients of `micro_batches`. Collective.
 
         Their losses, of this rank, are only checked.
@@ -135,7 +135,7 @@ class Run:
 
         try:
             values = optim.clip_and_step(
-                self.optimizer, self.config, self.step, self.total_steps, torch.stack([*losses])
+                self.optimizer, self.config, self.step, self.total_steps, torch.stack(losses)
             )
         except optim.NonFiniteError as error:
             rows = non_finite_rows(self.module, self.batches)

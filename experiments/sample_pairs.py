@@ -40,7 +40,7 @@ from common.record.jsonl import json_line, write_atomically
 from common.record.run_folder import save_run_files
 from common.rewards.score import RewardFunctions
 from common.sampling.engine import new_sampler
-from common.sampling.sampler import Sampler
+from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import check_sampler
 from common.text.example import Vocabulary
 from common.text.reading import held_out_split, load_examples
@@ -97,9 +97,7 @@ def main(config: PairsConfig) -> None:
     held_out = held_out_split(config, config.dataset_name, is_trained_on=True)
     splits = {held_out: config.num_eval_rows} if held_out else {}
     splits[config.dataset_train_split] = config.num_train_rows
-    names = {split: split.partition("[")[0] for split in splits}  # of `train[:480]`: train
-    if held_out and names[held_out] == names[config.dataset_train_split]:
-        names[held_out] = "validation"
+    names = file_names(config.dataset_train_split, held_out)
     prompts = {
         split: load_examples(config, config.dataset_name, split, "prompts", vocabulary, num_rows)
         for split, num_rows in splits.items()
@@ -159,16 +157,22 @@ def sample_pairs(
             ),
             texts=rollouts.numbered(len(examples)),
         )  # (N, P, 2)
-        texts = rollouts.texts(vocabulary.tokenizer)
-        for i, ids in enumerate(rollouts.completion_ids):  # a row's text ends with the first stop
-            if rollouts.has_stop[i] and ids[-1] != vocabulary.stop_ids[0]:
-                texts[i] += vocabulary.tokenizer.decode(ids[-1:])
+        texts = texts_with_stops(rollouts, vocabulary)
         pairs += as_pairs(examples, is_real, texts, rewards, chosen_pairs)
         all_rewards += rewards[is_real].flatten().tolist()
         bar.update()
     bar.close()
     all_rewards = distributed.from_all_ranks(all_rewards)
     return informative_pairs(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
+
+
+def texts_with_stops(rollouts: Rollouts, vocabulary: Vocabulary) -> list[str]:
+    """The completions as text, each with its stop token unless DPO appends that one."""
+    texts = rollouts.texts(vocabulary.tokenizer)
+    for i, ids in enumerate(rollouts.completion_ids):
+        if rollouts.has_stop[i] and ids[-1] != vocabulary.stop_ids[0]:
+            texts[i] += vocabulary.tokenizer.decode(ids[-1:])
+    return texts
 
 
 # ---- pairing of candidates -----------------------------------------------------------------------
@@ -291,6 +295,14 @@ def informative_pairs(
         f"of the rejected {fmean(p.rejected_reward for p in selected):.3f}"
     )
     return selected
+
+
+def file_names(train_split: str, held_out: str) -> dict[str, str]:
+    """The name of each split's file: of `train[:480]` train; two slices of one split differ."""
+    names = {split: split.partition("[")[0] for split in (train_split, held_out)}
+    if held_out and names[held_out] == names[train_split]:
+        names[held_out] = "validation"
+    return names
 
 
 def write_rows(folder: Path, name: str, pairs: Iterable[Pair]) -> None:

@@ -26,7 +26,7 @@ from common.config.parser import parse
 from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.record import run_folder
-from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
+from common.record.run_folder import ENVIRONMENT, input_digests, read_config, save_run_files
 from common.run import is_due
 from common.text.reading import evaluated_split
 
@@ -131,6 +131,15 @@ def test_the_saved_config_is_a_recipe_for_the_same_config(stage, tmp_path):
     saved = tmp_path / "config.yaml"
     assert set(yaml.safe_load(saved.read_text())) == {f.name for f in dataclasses.fields(cls)}
     assert parse(cls, ["--config", str(saved)]) == config
+
+
+def test_what_a_path_with_a_tilde_names_is_watched(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows.jsonl").write_text("1")
+    before = input_digests(["~/rows.jsonl"])
+    (tmp_path / "rows.jsonl").write_text("2")
+    assert before.keys() == {"~/rows.jsonl"}
+    assert input_digests(["~/rows.jsonl"]) != before
 
 
 @settings(

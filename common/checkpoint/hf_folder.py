@@ -103,7 +103,7 @@ def export(checkpoint: Path, output_dir: Path, config: ModelFlags, base: str = "
     model_config = load.find_config(str(folder), None, config)
     is_classifier = checks.is_classifier(model_config)
     if is_classifier:
-        checks.has_classifier(model_config)  # registers one where there is none
+        checks.ensure_classifier(model_config)
     auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
     with torch.device("meta"):
         lm: Any = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)

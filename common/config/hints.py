@@ -81,5 +81,6 @@ def answer(words: Sequence[Any], flags: Sequence[str]) -> str:
     elif name.endswith((".yaml", ".yml")):
         advice = f": a recipe is given as --config {word}"
     else:
-        advice = f" ({hint(name, flags, '')} {PAGES})".replace("( ", "(")
+        guess = hint(name, flags, "")
+        advice = f" ({guess} {PAGES})" if guess else f" ({PAGES})"
     return f"{word!r}{advice}" + (f"; also unknown: {others}" if others else "")

@@ -162,7 +162,8 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
 
 def refuse_other_types(path: str, model_config: PretrainedConfig, instead: str = "") -> None:
     """Raise a UserError for encoders, and for models of more than text; `instead` is a remedy."""
-    model_type, has_more = model_config.model_type, hasattr(model_config, "text_config")
+    model_type = model_config.model_type
+    has_more = getattr(model_config, "text_config", None) is not None
     is_other = model_config.is_encoder_decoder or model_type not in CAUSAL
     if has_more or (is_other and model_type in CONFIG_MAPPING_NAMES):
         raise UserError(f"{path!r} is a {model_type} model, not a causal language model{instead}.")
@@ -174,10 +175,10 @@ def is_classifier(model_config: PretrainedConfig) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in names)
 
 
-def has_classifier(model_config: PretrainedConfig) -> bool:
-    """Whether transformers has a sequence classifier for the model's family.
+def ensure_classifier(model_config: PretrainedConfig) -> bool:
+    """Register a sequence classifier for a family that has none, made of the generic one.
 
-    If not, one made of its generic one is registered, in this process.
+    For this process. True if transformers has one, and none is made.
 
     Raises:
         UserError: the generic one does not fit the family.
@@ -185,7 +186,7 @@ def has_classifier(model_config: PretrainedConfig) -> bool:
     kind, classifiers = type(model_config), AutoModelForSequenceClassification._model_mapping
     if kind in classifiers:
         return kind not in classifiers._extra_content
-    if kind not in AutoModelForCausalLM._model_mapping:  # with Python code of its own
+    if kind not in AutoModelForCausalLM._model_mapping:  # it comes with Python code
         return False
     causal = AutoModelForCausalLM._model_mapping[kind]
     family = next(c for c in causal.__mro__[1:] if issubclass(c, PreTrainedModel))

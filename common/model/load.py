@@ -292,7 +292,7 @@ def load_reward_model(
             f"--head_init is {head_init}; it must be stiennon with {path!r}, which has a head."
         )
     model_config.num_labels = 1
-    if not checks.has_classifier(model_config):
+    if not checks.ensure_classifier(model_config):
         distributed.print_rank0(
             f"warning: transformers has no sequence classifier for {model_config.model_type}; only "
             "this project loads the reward model"

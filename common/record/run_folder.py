@@ -116,8 +116,11 @@ def input_digests(texts: Iterable[str]) -> dict[str, str]:
 
 def digest(file: Path) -> str:
     """SHA-256 of a file."""
+    result = hashlib.sha256()
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        for chunk in iter(lambda: stream.read(1 << 20), b""):
+            result.update(chunk)
+    return result.hexdigest()
 
 
 def versions() -> dict[str, str]:

@@ -185,7 +185,7 @@ def reward(subject: Subject) -> float:
     plain = plain.to(distributed.device())
     with torch.no_grad():
         rewards = model(subject.batch)
-        if checks.has_classifier(model_config):
+        if checks.ensure_classifier(model_config):
             expected = per_text(lambda x, _: plain(x, use_cache=False).logits[0, 0], subject.pairs)
         else:  # the generic one does not run a Mamba
             states = per_text(lambda x, _: plain.base_model(x)[0][0, -1], subject.pairs)

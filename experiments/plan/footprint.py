@@ -106,7 +106,7 @@ def of_model(
     auto_class = AutoModelForCausalLM
     if kind != "policy":
         model_config.num_labels, auto_class = 1, AutoModelForSequenceClassification
-        checks.has_classifier(model_config)
+        checks.ensure_classifier(model_config)
     with torch.device("meta"):
         lm = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
     for name, parameter in lm.named_parameters():

@@ -136,6 +136,25 @@ def test_written_pairs_are_rows_of_every_stage(tmp_path):
     ]
 
 
+def test_a_text_keeps_the_stop_that_training_does_not_append():
+    vocabulary = tiny.vocabulary()
+    tokenizer, eos = vocabulary.tokenizer, vocabulary.stop_ids[0]
+    other = next(i for i in range(200, 260) if i != eos)
+    vocabulary = replace(vocabulary, stop_ids=[eos, other])
+    completions = [[5, eos], [5, other], [5, 6]]
+    rollouts = Rollouts.of(completions, [[0.0] * 2] * 3, [True, True, False])
+    texts = sample_pairs.texts_with_stops(rollouts, vocabulary)
+    assert texts == [tokenizer.decode(ids) for ids in ([5], [5, other], [5, 6])]
+
+
+@pytest.mark.parametrize(
+    ("held_out", "name"), [("", ""), ("validation", "validation"), ("train[480:]", "validation")]
+)
+def test_each_split_has_a_file_of_its_name(held_out, name):
+    names = sample_pairs.file_names("train[:480]", held_out)
+    assert (names["train[:480]"], names[held_out]) == ("train", name)
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 REWARD_FUNCTION = """

@@ -85,6 +85,7 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
         ["'typo.json' has 'n_layr'", "no gpt2 has", "did you mean n_layer?"],
     ),
     ("train_sft", {"model_name_or_path": "t5"}, ["'t5' is a t5 model", "causal language model"]),
+    ("train_sft", {"model_name_or_path": "qwen2_audio"}, ["a qwen2_audio model", "causal"]),
     ("train_sft", {"model_name_or_path": "vit"}, ["'vit' is a vit model", "causal language model"]),
     ("train_sft", {"model_name_or_path": "judge"}, ["'judge' is a reward model"]),
     ("train_grpo", {"reward_funcs": "policy"}, ["'policy' is not a reward model", "GPT2LMHead"]),
@@ -112,6 +113,9 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     ("train_sft", {"learning_rte": 1}, ["'--learning_rte'", "did you mean learning_rate?"]),
     ("train_sft", {"config": "typo.yaml"}, ["typo.yaml", "'learning_rte'", "mean learning_rate?"]),
     ("train_sft", {"config": "twice.yaml"}, ["twice.yaml, line 3: the key 'seed' is there twice"]),
+    ("train_sft", {"config": "null.yaml"}, ["null.yaml gives nothing for 'run_name'"]),
+    ("train_grpo", {"reward_funcs": "overlong:56-48"}, ["overlong:56-48 must rise"]),
+    ("train_grpo", {"reward_funcs": "overlong:48"}, ["overlong:48 names no limits"]),
     ("train_sft", {"max_steps": "many"}, ["--max_steps", "'many'"]),
     (
         "train_sft",

@@ -48,6 +48,7 @@ ROWS: dict[str, list[Any]] = {
 }
 FILES = {
     "typo.yaml": "learning_rte: 1\n",
+    "null.yaml": "run_name: null\n",
     "twice.yaml": "seed: 1\nbatch_size: 2\nseed: 3\n",
     "typo.json": json.dumps({"model_type": "gpt2", "n_layr": 1}),
     "shape.json": json.dumps({"model_type": "gpt2", "n_layer": 1}),
@@ -87,7 +88,7 @@ def make_models(folder: Path) -> None:
     classifier = GPT2Config(**shape, num_labels=1, pad_token_id=1)
     GPT2ForSequenceClassification(classifier).save_pretrained(folder / "judge")
     GPT2LMHeadModel(GPT2Config(**shape | {"vocab_size": 7})).save_pretrained(folder / "few_words")
-    other_types = ("t5", "vit")
+    other_types = ("t5", "vit", "qwen2_audio")
     for name in other_types:
         AutoConfig.for_model(name).save_pretrained(folder / name)
     for name in ("policy", "judge", "few_words", "words", "old_run/model", *other_types):
