@@ -208,6 +208,17 @@ def test_noise_of_a_model_s_own_is_refused(layout):
     checked(Policy(lm), layout="padded", self_check=False)
 
 
+def test_a_model_that_sees_later_tokens_is_refused():
+    """BERT's decoder looks both ways unless its config says that it is one."""
+    one_way, both_ways = (
+        Policy(tiny.causal_lm("bert-generation", is_plain=True, is_decoder=is_decoder))
+        for is_decoder in (True, False)
+    )
+    checked(one_way, layout="padded")
+    with refused("a later token changes the scores of BertGenerationDecoder", kind=UserError):
+        checked(both_ways, layout="padded")
+
+
 def test_data_without_a_stop_token_are_refused_unless_they_are_meant_so():
     truncated = Example(0, "", [5, 6], [[7, 8, 9]], {})
     self_checks.stop_token_is_trained(PAIRS, tiny.vocabulary([STOP]), CONFIG)
