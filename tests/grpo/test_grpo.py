@@ -687,14 +687,16 @@ RUN = SHORT_RUN | {
 }
 EVALUATED = {"dataset_test_split": "validation", "num_eval_rows": 4, "eval_steps": 1}
 EVALUATED |= {"eval_pairs_dataset_name": "synthetic"}
-OFF_POLICY = {"num_iterations": 2, "learning_rate": 3e-3}
+OFF_POLICY: dict[str, Any] = {"num_iterations": 2, "learning_rate": 3e-3}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "sequence ratio": OFF_POLICY
     | {"policy_objective": ["gspo"], "epsilon_low": 0.01, "epsilon_high": 0.2}
     | {"objective_args": ["delta=1.3"], "aggregation": "token"},
+    # Twice as many updates as the others, half as large: they amplify rounding
     "cispo in minibatches": OFF_POLICY
     | {"policy_objective": ["cispo"], "epsilon_high": 0.01, "num_minibatches": 2}
+    | {"learning_rate": OFF_POLICY["learning_rate"] / 2}
     | {"aggregation": "prompt", "advantages": "rloo", "scale_rewards": "group"},
     "sapo": OFF_POLICY
     | {"policy_objective": ["sapo", "off_policy_mask", "sampler_drift"]}
@@ -710,7 +712,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "exact KL, bfloat16": {"kl_estimator": "full", "entropy_coef": 0.05, "bf16": True}
     | {"layout": "padded", "ref_update_steps": 2, "ref_mixup_alpha": 0.5},
     "exact KL, padded": {"kl_estimator": "full", "entropy_coef": 0.05, "layout": "padded"},
-    "KL in the reward": {"kl_estimator": "k1_reward"},
+    "KL in the reward": {"kl_estimator": "k1_reward", "further_reward": "overlong:2-8"},
     "drop": {"zero_variance": "drop", "mask_truncated_completions": True}
     | {"aggregation": "constant", "scale_rewards": "batch"},
     "resample": {"zero_variance": "resample", "scale_rewards": "none"},
@@ -723,9 +725,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def grpo_job(folder: Path, output_dir: Path, **flags: Any) -> dict[str, Any]:
+    further = [flags.pop("further_reward")] if "further_reward" in flags else []
     paths = {
         "model_name_or_path": str(folder / "base" / "model"),
-        "reward_funcs": f"{folder}/rewards.py:{flags.pop('function', 'letters')}",
+        "reward_funcs": [f"{folder}/rewards.py:{flags.pop('function', 'letters')}", *further],
         "output_dir": str(output_dir),
     }
     return {"stage": "grpo", "flags": RUN | paths | flags}
