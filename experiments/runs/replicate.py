@@ -151,7 +151,12 @@ def main(config: ReplicateConfig) -> None:
             for (name, metric), by_seed in ours.items()
         ],
         "differences": [
-            {"metric": metric, **asdict(effect), "difference": asdict(effect.difference)}
+            {
+                "metric": metric,
+                **asdict(effect),
+                "difference": asdict(effect.difference),
+                "power": asdict(effect.power),
+            }
             for metric, panel in differences(ours).items()
             for effect in panel[metric]
         ],

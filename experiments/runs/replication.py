@@ -16,6 +16,7 @@ from experiments.runs.outcomes import (
     seeds_interval,
     systems_by_run,
 )
+from experiments.runs.power import HEADERS, NOTE
 from experiments.runs.sweep.effects import Effect, Effects, draw
 from experiments.runs.sweep.sweep_file import Variant, entry
 
@@ -80,15 +81,16 @@ def difference_table(panels: Effects) -> Table:
     """A row for each two stages and each metric that both have."""
     rows = [
         [about(metric).heading, effect.variant.detail, effect.variant.choice, effect.cell]
-        + [str(effect.difference.n)]
+        + [*effect.power.cells, str(effect.difference.n)]
         for metric, panel in panels.items()
         for effect in panel[metric]
     ]
     caption = (
         "Mean difference of runs of the same seed, with Student's 95% interval over seeds. One "
-        "star: it excludes 0. Two stars: also when the rows of a metric hold together with 95%."
+        "star: it excludes 0. Two stars: also when the rows of a metric hold together with 95%. "
+        f"{NOTE}"
     )
-    return Table(["metric", "stage", "", "mean [95%]", "n"], rows, caption)
+    return Table(["metric", "stage", "", "mean [95%]", *HEADERS, "n"], rows, caption)
 
 
 def comparison(published: Sequence[Published], ours: Measured) -> Table:

@@ -1,4 +1,4 @@
-"""Claim: the examples in docstrings give what they show. About `common`."""
+"""Claim: docstrings' examples give what they show. About `common` and `experiments.runs.power`."""
 
 import doctest
 from importlib import import_module
@@ -15,6 +15,7 @@ MODULES = {  # and the number of functions with an example
     "common.text.truncate": 2,
     "common.text.overlap": 1,
     "common.evaluation.pass_rates": 1,
+    "experiments.runs.power": 2,
 }
 
 

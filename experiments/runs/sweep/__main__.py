@@ -30,6 +30,7 @@ from experiments.runs.outcomes import (
     systems_by_run,
     write_results,
 )
+from experiments.runs.power import HEADERS, NOTE
 from experiments.runs.stages import check_flags, exit_with_status, run, with_progress
 from experiments.runs.sweep.effects import Effect, Effects, draw
 from experiments.runs.sweep.sweep_file import Sweep, Variant, read_sweep
@@ -136,6 +137,7 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
                 "difference": asdict(effect.difference),
                 "together": asdict(effect.together) | {"family": effect.family},
                 "verdict": effect.verdict,
+                "power": asdict(effect.power),
             }
             for effect in every
         ],
@@ -164,7 +166,7 @@ def introduction(sweep: Sweep) -> str:
         "excludes 0. Two stars, and yes: also when the intervals of all lines hold together with "
         "95% (Bonferroni), for the first outcome of a stage only; else the effect is no larger "
         "than the farther end of that interval. In round brackets: the seeds' values of a share "
-        "whose interval would leave 0 to 100."
+        f"whose interval would leave 0 to 100. Of a stage's first outcome: {NOTE}"
     )
 
 
@@ -186,14 +188,16 @@ def level(values: Sequence[float], outcome: str) -> str:
 
 def table(panels: Mapping[str, Sequence[Effect]]) -> Table:
     """Base values and differences of one stage, of its effects by outcome."""
-    headers = ["detail", "choice", *(about(name).heading for name in panels), "matters?", "n"]
+    headers = ["detail", "choice", *(about(name).heading for name in panels)]
+    headers += [*HEADERS, "matters?", "n"]
     base = [over_seeds(effects[0].base) for effects in panels.values()]
-    rows = [["base", AS_IS, *(mean.spread for mean in base), "", str(base[0].n)]]
+    rows = [["base", AS_IS, *(mean.spread for mean in base), "", "", "", str(base[0].n)]]
     for effects in zip(*panels.values(), strict=True):
         variant = effects[0].variant
         choice = f"{variant.choice} (patch)" if variant.patch else str(variant.choice)
-        cells = [*(effect.cell for effect in effects), effects[0].verdict]
-        rows.append([str(variant.detail), choice, *cells, str(effects[0].difference.n)])
+        first, cells = effects[0], [effect.cell for effect in effects]
+        cells += [*first.power.cells, first.verdict, str(first.difference.n)]
+        rows.append([str(variant.detail), choice, *cells])
     return Table(headers, rows)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from common.report.plots import COLOURS, GREY, save, style
 from experiments.runs.outcomes import SeedMean, about, over_seeds
+from experiments.runs.power import Power, power_of
 from experiments.runs.sweep.sweep_file import Variant
 
 DPI = 110  # of a picture of many rows
@@ -37,6 +38,11 @@ class Effect:
     def difference(self) -> SeedMean:
         """Their mean over the seeds."""
         return over_seeds(self.by_seed)
+
+    @property
+    def power(self) -> Power:
+        """The power of the single interval."""
+        return power_of(self.difference)
 
     @property
     def together(self) -> SeedMean:

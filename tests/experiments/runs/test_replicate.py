@@ -7,8 +7,10 @@ The stages are real and two steps long, in this process. About `experiments.runs
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import test_recipes
 import tiny
@@ -19,6 +21,8 @@ from stages_here import run_here
 from common.config.parser import parse
 from common.errors import UserError
 from experiments.runs import replicate, stages
+from experiments.runs.outcomes import over_seeds
+from experiments.runs.power import power_of
 from experiments.runs.replicate import ReplicateConfig
 from experiments.runs.replication import Published, read_published, source_lines
 from experiments.runs.stages import ROOT, Stage, command, config_of, with_progress
@@ -108,6 +112,8 @@ def test_the_demo_runs_from_end_to_end_for_every_seed(folder, made, capsys):
     target = stats.ttest_rel(by_hand, sft).confidence_interval(0.95)
     ends = (paired["difference"]["low"], paired["difference"]["high"])
     assert ends == pytest.approx((target.low, target.high))
+    by_seed = np.subtract(by_hand, sft).tolist()
+    assert paired["power"] == asdict(power_of(over_seeds(by_seed)))
     assert "A paper: Of 1B." in text
     assert Path(root, "report.html").is_file()
 

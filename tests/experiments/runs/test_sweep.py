@@ -17,6 +17,7 @@ import torch
 import yaml
 from scipy import stats
 from stages_here import run_here
+from statsmodels.stats.power import TTestPower
 from transformers import AutoModelForSequenceClassification
 
 from common import advantages, distributed, padding
@@ -144,6 +145,14 @@ def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypa
     assert record["training_minutes"] == 3 * 3.0 * (3 + 1 + 1 + 1)
     table = capsys.readouterr().out
     assert f"+2.00 [{target.low:+.2f}, {target.high:+.2f}]" in table
+    powers = {(e["choice"], e["outcome"]): e["power"] for e in record["effects"]}
+    size = TTestPower().solve_power(nobs=3, alpha=0.05, power=0.8)  # of a standard deviation of 1
+    assert powers["zeros", "accuracy"]["detectable"] == pytest.approx(size)
+    assert powers["none", "gold_reward"] == {"detectable": None, "seeds_needed": None}
+    needed = powers["zeros", "accuracy"]["seeds_needed"]
+    (row,) = [line for line in table.splitlines() if " zeros |" in line]
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[4:8] == [f"{size:.2f}", str(needed), verdicts["zeros"], "3"]
     for name in ("report.html", "report.md", "plots/forest.png"):
         assert Path("sweep", name).is_file()
 
