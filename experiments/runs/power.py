@@ -30,10 +30,9 @@ class Power:
     detectable: float | None  # in the unit of the differences
     seeds_needed: int | None
 
-    @property
-    def cells(self) -> list[str]:
+    def cells(self, digits: int = 2) -> list[str]:
         """Of the columns `HEADERS`."""
-        size = NOT_MEASURED if self.detectable is None else f"{self.detectable:.2f}"
+        size = NOT_MEASURED if self.detectable is None else f"{self.detectable:.{digits}f}"
         return [size, str(self.seeds_needed or NOT_MEASURED)]
 
 

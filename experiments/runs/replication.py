@@ -81,7 +81,7 @@ def difference_table(panels: Effects) -> Table:
     """A row for each two stages and each metric that both have."""
     rows = [
         [about(metric).heading, effect.variant.detail, effect.variant.choice, effect.cell]
-        + [*effect.power.cells, str(effect.difference.n)]
+        + [*effect.power.cells(), str(effect.difference.n)]
         for metric, panel in panels.items()
         for effect in panel[metric]
     ]

@@ -31,6 +31,7 @@ from experiments.runs.overoptimization import plots
 from experiments.runs.overoptimization.curves import Values, distance
 from experiments.runs.overoptimization.measuring import Measured
 from experiments.runs.overoptimization.summary import Point, SeedPoints, summarise, tracks_of
+from experiments.runs.power import HEADERS, detectable
 from experiments.runs.sweep.effects import DPI
 
 SEEDS, BFLOAT16 = ("film-0", "film-1", "film-2"), ("film-bf16",)
@@ -78,20 +79,24 @@ class Crossed:
 
     values: Values
 
-    def interval(self, family: int = 1) -> dict[str, float]:
-        """`mean`, `low` and `high` of 95%, of a whole family of intervals together."""
+    def error(self) -> tuple[float, float]:
+        """Standard error of the mean, and its degrees of freedom."""
         num_seeds, num_rows = self.values.shape
         mean = float(self.values.mean())
         by_seed, by_row = self.values.mean(1, keepdims=True), self.values.mean(0)
-        rest = self.values - by_seed - by_row + mean
+        residuals = self.values - by_seed - by_row + mean
         degrees = np.array([num_seeds - 1, num_rows - 1, (num_seeds - 1) * (num_rows - 1)])
-        squares = [num_rows * (by_seed - mean) ** 2, num_seeds * (by_row - mean) ** 2, rest**2]
+        squares = [num_rows * (by_seed - mean) ** 2, num_seeds * (by_row - mean) ** 2, residuals**2]
         sums = np.array([square.sum() for square in squares])
         seeds, rows, both = sums / np.maximum(degrees, 1)  # mean squares
         total = max(seeds + rows - both, seeds, rows)
         weights = np.array([seeds, rows, both]) ** 2 / np.maximum(degrees, 1)
-        freedom = total**2 / weights.sum() if total else 1.0
-        half = t_quantile(freedom, family) * sqrt(total / self.values.size)
+        return sqrt(total / self.values.size), total**2 / weights.sum() if total else 1.0
+
+    def interval(self, family: int = 1) -> dict[str, float]:
+        """`mean`, `low` and `high` of 95%, of a whole family of intervals together."""
+        mean, (error, freedom) = float(self.values.mean()), self.error()
+        half = t_quantile(freedom, family) * error
         return {"mean": mean, "low": mean - half, "high": mean + half}
 
     def cell(self, scale: float = 1.0, digits: int = 2) -> str:
@@ -103,6 +108,11 @@ class Crossed:
         own, together = self.interval(), self.interval(family)
         stars = sum(not found["low"] <= 0 <= found["high"] for found in (own, together))
         return interval_cell(as_interval(own), 1, 2, sign="+") + r"\*" * stars
+
+    def detectable(self) -> str:
+        """The true difference that is found with 80% power, for a table."""
+        error, freedom = self.error()
+        return f"{detectable(error, freedom):.2f}" if error else NOT_MEASURED
 
 
 def as_interval(values: dict[str, float]) -> Interval:
@@ -280,10 +290,12 @@ def gains(
 
 
 def by_kl(title: str, rows: Mapping[str, Sequence[str]]) -> str:
-    """A table with a column for each KL that something reaches."""
-    reached = [i for i in range(len(KLS)) if any(own[i] != NOT_MEASURED for own in rows.values())]
-    cells = [[name, *(own[i] for i in reached)] for name, own in rows.items()]
-    return markdown.table([title, *(f"KL {KLS[i]:g}" for i in reached)], cells)
+    """A table with columns for each KL that something reaches: values, and detectable ones."""
+    heads = [f"{text}KL {kl:g}" for text in ("", f"{HEADERS[0]}, ") for kl in KLS]
+    columns = enumerate(zip(*rows.values(), strict=True))
+    reached = [i for i, cells in columns if set(cells) != {NOT_MEASURED}]
+    lines = [[name, *(row[i] for i in reached)] for name, row in rows.items()]
+    return markdown.table([title, *(heads[i] for i in reached)], lines)
 
 
 def at_kls(parts: Sequence[str] = SEEDS) -> str:
@@ -308,6 +320,7 @@ def differences(parts: Sequence[str] = SEEDS, with_penalty: bool = False) -> str
     family = sum(own is not None for row in found.values() for own in row)
     rows = {
         " - ".join(pair): [own.difference(family) if own else NOT_MEASURED for own in row]
+        + [own.detectable() if own else NOT_MEASURED for own in row]
         for pair, row in found.items()
     }
     return by_kl("difference", rows)

@@ -19,7 +19,8 @@ from experiments.evidence.records.replications import (
     win_rate,
 )
 from experiments.evidence.records.texts import REWARDS
-from experiments.runs.outcomes import over
+from experiments.runs.outcomes import over, over_seeds
+from experiments.runs.power import HEADERS, power_of
 
 PART = "scitldr"
 
@@ -28,22 +29,24 @@ def differences() -> str:
     """Differences of DPO and GRPO to SFT of the same seed: means over seeds."""
     columns = {"model": COLUMNS["model"], "trained": ("RM score as trained", 1, 2)}
     columns |= {key: COLUMNS[key] for key in ("rouge_l", "length")}
-    found = evaluations(PART)
-    seeds = [measured(results) for results in found.values()]
-    for lines, seed in zip(seeds, found, strict=True):
+    results = evaluations(PART)
+    seeds = [measured(result) for result in results.values()]
+    for lines, seed in zip(seeds, results, strict=True):
         for name, reward in as_trained(seed).items():
             lines[name]["trained"] = reward
     rows = []
     for name in ("dpo", "grpo"):
-        cells = []
-        for key, (_, scale, digits) in columns.items():
+        changes = {}
+        for key, (head, scale, digits) in columns.items():
             pairs = [(lines[name][key], lines["sft"][key]) for lines in seeds]
-            changes = [scale * (own - sft) for own, sft in pairs if own is not None is not sft]
-            cells.append(over(changes, digits))
-        shares = [100 * win_rate(results, name, "sft") for results in found.values()]
-        rows.append([name, *cells, over(shares, 1, is_share=True)])
-    heads = ["compared with sft", *(head for head, _, _ in columns.values())]
-    return markdown.table([*heads, "RM prefers it at equal length %"], rows)
+            by_seed = [scale * (new - sft) for new, sft in pairs if new is not None is not sft]
+            changes[head] = (by_seed, digits)
+        wins = [100 * win_rate(result, name, "sft") - 50 for result in results.values()]
+        changes["RM preference at equal length - 50, %"] = (wins, 1)
+        for head, (by_seed, digits) in changes.items():
+            power = power_of(over_seeds(by_seed))
+            rows.append([name, head, over(by_seed, digits), *power.cells(digits)])
+    return markdown.table(["compared with sft", "measure", "difference [95%]", *HEADERS], rows)
 
 
 def as_trained(seed: str) -> dict[str, float]:

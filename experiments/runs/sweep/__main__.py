@@ -196,7 +196,7 @@ def table(panels: Mapping[str, Sequence[Effect]]) -> Table:
         variant = effects[0].variant
         choice = f"{variant.choice} (patch)" if variant.patch else str(variant.choice)
         first, cells = effects[0], [effect.cell for effect in effects]
-        cells += [*first.power.cells, first.verdict, str(first.difference.n)]
+        cells += [*first.power.cells(), first.verdict, str(first.difference.n)]
         rows.append([str(variant.detail), choice, *cells])
     return Table(headers, rows)
 

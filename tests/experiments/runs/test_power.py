@@ -53,16 +53,16 @@ def test_power_is_that_of_the_measured_spread():
     sd = float(np.std([1.0, 2.0, 4.5], ddof=1))
     assert power.detectable == pytest.approx(sd * PAIRED.solve_power(nobs=3, alpha=0.05, power=0.8))
     assert power.seeds_needed == np.ceil(PAIRED.solve_power(2.5 / sd, alpha=0.05, power=0.8))
-    assert power.cells == [f"{power.detectable:.2f}", str(power.seeds_needed)]
+    assert power.cells() == [f"{power.detectable:.2f}", str(power.seeds_needed)]
 
 
 @pytest.mark.parametrize("values", [[0.4], [0.0, 0.0], [0.1, 0.1, 0.1], [80.3 - 80.2, 70.3 - 70.2]])
 def test_without_a_spread_there_is_no_number(values):
     power = power_of(over_seeds(values))
-    assert (power.detectable, power.seeds_needed, power.cells) == (None, None, ["–", "–"])
+    assert (power.detectable, power.seeds_needed, power.cells()) == (None, None, ["–", "–"])
 
 
 @pytest.mark.parametrize("difference", [0.0, 1e-17, 2.8 / MOST_SEEDS**0.5])
 def test_no_number_of_seeds_finds_nothing_at_all(difference):
     assert seeds_needed(difference, 1.0) is None
-    assert power_of(over_seeds([1.0, -1.0])).cells[1] == "–"
+    assert power_of(over_seeds([1.0, -1.0])).cells()[1] == "–"
