@@ -166,7 +166,8 @@ def introduction(sweep: Sweep) -> str:
         "excludes 0. Two stars, and yes: also when the intervals of all lines hold together with "
         "95% (Bonferroni), for the first outcome of a stage only; else the effect is no larger "
         "than the farther end of that interval. In round brackets: the seeds' values of a share "
-        f"whose interval would leave 0 to 100. Of a stage's first outcome: {NOTE}"
+        "whose interval would leave 0 to 100. Two columns are about a stage's first outcome only. "
+        f"{NOTE}"
     )
 
 
