@@ -53,7 +53,7 @@ def come_to_weights(*arguments: Any) -> None:
     raise Started(*arguments)
 
 
-def start_stage(stage: Stage, num_processes: int = 1) -> None:
+def start_stage(stage: Stage) -> None:
     """Start a stage, and leave what later ones start from."""
     print(f"\n=== {stage.script}, without training", flush=True)
     config = stages.config_of(stage)

@@ -31,15 +31,17 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
-from common.config.flags import check_fields, flag
+from common.config.flags import flag
 from common.config.parser import parse
 from common.config.recipes import read_recipe
 from common.errors import UserError, hint
 from experiments.runs import dry_run
+from experiments.runs.engine import run_stages
+from experiments.runs.executors import EngineFlags
 from experiments.runs.outcomes import summary, write_results
 from experiments.runs.replication import differences, measured, read_published, report
 from experiments.runs.stages import (
@@ -52,8 +54,6 @@ from experiments.runs.stages import (
     config_of,
     exit_with_status,
     is_finished,
-    run,
-    with_progress,
 )
 
 RECIPES = Path("assets/recipes")
@@ -75,9 +75,10 @@ START = ("model_name_or_path", "dataset_name")
 
 
 @dataclass
-class ReplicateConfig:
+class ReplicateConfig(EngineFlags):
     """A recipe, and the seeds of its chains."""
 
+    _recipe: ClassVar = "what"
     recipe: str = flag("", "folder, or name of one in assets/recipes, as tldr-gpt2 (required)")
     seeds: list[int] = flag([0, 1, 2], "one chain for each", required=True, ge=0)
     num_processes: int = flag(
@@ -90,7 +91,7 @@ class ReplicateConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replicated."""
-        check_fields(self)
+        super().__post_init__()
         if not self.recipe or not stages_of(self.folder):
             names = {path.parent.name for path in (ROOT / RECIPES).glob("*/*.yaml")}
             chains = [name for name in sorted(names) if stages_of(ROOT / RECIPES / name)]
@@ -123,13 +124,12 @@ def main(config: ReplicateConfig) -> None:
     if not config.report_only:
         check_flags(stages)
         for stage in stages:
-            print(shlex.join(command(stage, config.num_processes)), flush=True)
+            print(shlex.join(command(stage)), flush=True)
         if config.dry_run:
             start_all(config)
             return
         make_rows(config, stages)
-        for stage in with_progress(stages):
-            run(stage, config.num_processes)
+        run_stages(stages, config, Path(config.output_dir))
     finished = {
         seed: {name: stage.output_dir for name, stage in by_name.items() if is_finished(stage)}
         for seed, by_name in chains.items()
@@ -249,7 +249,8 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
             flags |= {"seeds": [seed], "num_processes": config.num_processes}
         output_dir = Path(flags.pop("output_dir", f"{config.output_dir}/seed_{seed}/{name}"))
         patch = Path(patches[name]) if name in patches else None
-        stages[name] = Stage(script, output_dir, folder / f"{name}.yaml", flags, patch)
+        about = (script, output_dir, folder / f"{name}.yaml", flags, patch)
+        stages[name] = Stage(*about, config.num_processes)
     return stages
 
 

@@ -14,19 +14,21 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any, cast, get_type_hints
+
+from filelock import FileLock
 
 from common.checkpoint.layout import describe
 from common.config.parser import parse
 from common.config.recipes import read_recipe
 from common.errors import UserError
+from common.record import output_lock
 from common.record.jsonl import write_atomically
 from common.record.run_folder import MARK, input_digests
 from common.record.terminal import run_command
@@ -34,10 +36,10 @@ from common.record.terminal import run_command
 ROOT = Path(__file__).resolve().parents[2]
 PATCHED = Path(__file__).with_name("patched.py")
 BEGUN = "started.json"
+DRIVER_LOCK = ".driver.lock"
 LOG = "stage.log"
 # A driver starts the processes of its stages itself.
 DRIVERS = ("experiments/runs/overoptimization/__main__.py",)
-FINISHED_BEFORE = 1.0  # seconds; a run that ends sooner was not made now
 TAIL = 40  # lines of a failed run's output that its error repeats
 
 
@@ -54,28 +56,34 @@ class Stage:
     config: Path | None = None  # its recipe
     flags: Mapping[str, Any] = field(default_factory=dict)  # over the recipe; a list is several
     patch: Path | None = None  # Python file, run in the same process before the script it changes
+    num_processes: int = 1  # by torchrun if several; no part of what makes a run, as of its results
 
 
-def run(stage: Stage, num_processes: int = 1) -> None:
+def run(stage: Stage) -> None:
     """Make a run, unless the same one is finished. Its output is shown, and kept in `stage.log`.
 
-    Args:
-        stage: what to run.
-        num_processes: with more than 1 it is started by torchrun. Not part of what makes a run:
-            the scripts' results do not depend on it.
+    Where another driver makes it, or has left its script running, this one waits for that.
 
     Raises:
         UserError: the script refuses a value.
         StageFailed: it failed, or was stopped before its end.
     """
+    stage.output_dir.mkdir(parents=True, exist_ok=True)
+    with held(stage.output_dir / DRIVER_LOCK):
+        with held(stage.output_dir / output_lock.NAME):
+            pass  # of a script whose driver was killed
+        make(stage)
+
+
+def make(stage: Stage) -> None:
+    """Make a run that no other driver makes."""
     made_by = description(stage)
     if read_mark(stage.output_dir) == made_by:
         print(f"{stage.output_dir}: finished before", flush=True)
         return
-    stage.output_dir.mkdir(parents=True, exist_ok=True)
     (stage.output_dir / MARK).unlink(missing_ok=True)
     print(f"\n=== {stage.output_dir}: {stage.script}", flush=True)
-    words = command(stage, num_processes)
+    words = command(stage)
     if read_mark(stage.output_dir, BEGUN) != made_by:
         write_mark(stage.output_dir, made_by, BEGUN)
         if Path(stage.script).name.startswith("train_"):  # which keeps checkpoints
@@ -92,23 +100,19 @@ def run(stage: Stage, num_processes: int = 1) -> None:
     write_mark(stage.output_dir, made_by)
 
 
-def with_progress(stages: Sequence[Stage]) -> Iterator[Stage]:
-    """The runs in order; before each its number is printed, and the minutes so far and left.
-
-    A run takes as long as those of its script that were made here, or as all, on average.
-    """
-    seconds: dict[str, list[float]] = defaultdict(list)  # by script
-    begun = time.monotonic()
-    for number, stage in enumerate(stages, 1):
-        start, every = time.monotonic(), list(chain.from_iterable(seconds.values()))
-        line = f"\nstage {number} of {len(stages)}: {(start - begun) / 60:.0f} min so far"
-        if every:
-            left = sum(mean(seconds.get(later.script, every)) for later in stages[number - 1 :])
-            line += f", about {left / 60:.0f} min left"
-        print(line, flush=True)
-        yield stage
-        if (taken := time.monotonic() - start) > FINISHED_BEFORE:
-            seconds[stage.script].append(taken)
+@contextmanager
+def held(file: Path) -> Iterator[None]:
+    """Wait for a lock and hold it; on a file system without locks nothing is locked."""
+    lock = FileLock(file, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in output_lock.NO_LOCKS:
+            raise
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def is_finished(stage: Stage) -> bool:
@@ -116,7 +120,7 @@ def is_finished(stage: Stage) -> bool:
     return read_mark(stage.output_dir) == description(stage)
 
 
-def command(stage: Stage, num_processes: int) -> list[str]:
+def command(stage: Stage) -> list[str]:
     """The command line that starts the run."""
     script = [str(ROOT / stage.script)]
     if stage.script.startswith("experiments/"):
@@ -124,8 +128,8 @@ def command(stage: Stage, num_processes: int) -> list[str]:
     elif stage.patch:
         script = [str(PATCHED), str(stage.patch), *script]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    is_launched = num_processes > 1 and stage.script not in DRIVERS
-    launch = [*launcher, str(num_processes)] if is_launched else []
+    is_launched = stage.num_processes > 1 and stage.script not in DRIVERS
+    launch = [*launcher, str(stage.num_processes)] if is_launched else []
     return [sys.executable, *launch, *script, *script_arguments(stage)]
 
 
@@ -173,7 +177,11 @@ def show(words: list[str], log: Path) -> tuple[int, list[str]]:
     """Run a command, showing its output and adding it to a log file: status and last lines."""
     last_lines: deque[str] = deque(maxlen=TAIL)
     pipe, both = subprocess.PIPE, subprocess.STDOUT
-    child = subprocess.Popen(words, stdout=pipe, stderr=both, encoding="utf-8", errors="replace")
+    # USR1, which Slurm sends to every process of a job, is for the scripts: it would end torchrun
+    ignoring = partial(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
+    child = subprocess.Popen(
+        words, stdout=pipe, stderr=both, encoding="utf-8", errors="replace", preexec_fn=ignoring
+    )
     assert child.stdout is not None
     with log.open("a", encoding="utf-8") as file:
         try:
@@ -184,6 +192,7 @@ def show(words: list[str], log: Path) -> tuple[int, list[str]]:
                 last_lines.append(line.rstrip("\n"))
         except BaseException:  # also Ctrl-C: the child saves what it has, and must not be left
             child.terminate()
+            file.write(child.stdout.read())
             child.wait()
             raise
     return child.wait(), list(last_lines)
@@ -197,15 +206,25 @@ def description(stage: Stage) -> dict[str, Any]:
 
     Values are texts, as on a command line: 1e-4 in a recipe and 0.0001 as a flag are two runs.
     """
+    patch = describe(stage.patch)["sha256"] if stage.patch else None
+    digests = input_digests(flag_texts(stage))
+    return {"script": stage.script, "flags": flags_of(stage), "patch": patch, "inputs": digests}
+
+
+def flags_of(stage: Stage) -> dict[str, str | list[str]]:
+    """The flags of recipe and run, but for the folder that it writes to."""
     recipe = read_recipe(str(stage.config)) if stage.config else {}
-    flags = {
+    return {
         str(name): list(map(as_text, value)) if isinstance(value, list | tuple) else as_text(value)
         for name, value in {**recipe, **stage.flags}.items()
         if name != "output_dir"
     }
-    texts = [t for value in flags.values() for t in (value if isinstance(value, list) else [value])]
-    patch = describe(stage.patch)["sha256"] if stage.patch else None
-    return {"script": stage.script, "flags": flags, "patch": patch, "inputs": input_digests(texts)}
+
+
+def flag_texts(stage: Stage) -> list[str]:
+    """Every value of its flags; some name files, or other runs."""
+    values = flags_of(stage).values()
+    return [t for value in values for t in (value if isinstance(value, list) else [value])]
 
 
 def read_mark(output_dir: Path, name: str = MARK) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from experiments.runs import stages
 from experiments.runs.stages import Stage
 
 
-def run_here(stage: Stage, num_processes: int = 1) -> None:
+def run_here(stage: Stage) -> None:
     """Run a stage as `stages.run` does, without a child and pictures. Patches are not run."""
     assert stage.patch is None
     if stages.is_finished(stage):

@@ -26,16 +26,16 @@ Writes `results.json`, `report.html`, `report.md` and `plots/` to output_dir.
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 from common import distributed
 from common.config.parser import parse
 from common.launch import leave
 from common.record import run_folder
+from experiments.runs.engine import run_all
 from experiments.runs.overoptimization import page
 from experiments.runs.overoptimization.config import OveroptimizationConfig
-from experiments.runs.overoptimization.runs import run_seed
+from experiments.runs.overoptimization.runs import run_seed, seed_task
 from experiments.runs.overoptimization.summary import summarise
 from experiments.runs.stages import exit_with_status
 
@@ -45,8 +45,10 @@ def main(config: OveroptimizationConfig) -> None:
     distributed.start(config.ddp_timeout)
     output_dir = Path(config.output_dir)
     run_folder.save_run_files(output_dir, config, config.num_processes)
-    seeds = [run_seed(config, seed) for seed in config.seeds]
-    results = {"settings": asdict(config), **summarise(seeds, config.best_of)}
+    if config.is_apart:
+        run_all([seed_task(config, seed) for seed in config.seeds], config, output_dir)
+    seeds = [run_seed(config, seed) for seed in config.seeds]  # what was made is only read
+    results = {"settings": config.settings, **summarise(seeds, config.best_of)}
     text = json.dumps(results, indent=1, allow_nan=False) + "\n"
     (output_dir / "results.json").write_text(text, encoding="utf-8")
     for path in page.write(results, output_dir):

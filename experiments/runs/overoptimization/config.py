@@ -1,15 +1,16 @@
 """The flags of over-optimisation: what is optimised, how far, and how it is measured."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
 
 from common.config.flags import flag, path_flag
 from common.config.stages import SamplingConfig
 from common.errors import UserError
+from experiments.runs.executors import EngineFlags
 
 
 @dataclass
-class OveroptimizationConfig(SamplingConfig):
+class OveroptimizationConfig(SamplingConfig, EngineFlags):
     """Rewards, methods and measurement; `seed` is that of the data only.
 
     `dataset_name` has pairs; prompts are those of its rows unless `prompts_dataset_name` has some.
@@ -51,7 +52,8 @@ class OveroptimizationConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         """Refuse values that no experiment may have."""
-        super().__post_init__()
+        SamplingConfig.__post_init__(self)
+        EngineFlags.__post_init__(self)
         if not self.sft_recipe and not self.model_name_or_path:
             raise UserError("--sft_recipe is empty; name a recipe, or give --model_name_or_path.")
         if not self.reward_recipe and not self.proxy:
@@ -66,3 +68,9 @@ class OveroptimizationConfig(SamplingConfig):
             raise self.refused("rejection_sizes", most)
         if self.num_candidates % 2:
             raise self.refused("num_candidates", "even")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All flags but those that change no result: how many runs at once, and where."""
+        engine = {f.name for f in fields(EngineFlags)}
+        return {name: value for name, value in asdict(self).items() if name not in engine}

@@ -4,7 +4,7 @@ import gc
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,14 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common import distributed
 from common.checkpoint import layout
 from common.data import Example
 from common.errors import UserError
+from common.launch import leave
 from common.noise import derive_seed, permutation
 from common.record.jsonl import json_line, write_atomically
 from common.record.run_folder import input_digests
 from common.text.reading import load_rows
 from experiments.runs import stages
+from experiments.runs.executors import Task
 from experiments.runs.overoptimization.config import OveroptimizationConfig
 from experiments.runs.overoptimization.measuring import Measured, Measurer
 from experiments.runs.overoptimization.summary import SeedPoints
@@ -50,6 +53,27 @@ def run_seed(config: OveroptimizationConfig, seed: int) -> SeedPoints:
         for method, by_setting in policies.items()
     }
     return SeedPoints(seed, pool, measured)
+
+
+def seed_task(config: OveroptimizationConfig, seed: int) -> Task:
+    """The runs of a seed and their measurements, as one run."""
+    folder = Path(config.output_dir) / f"seed_{seed}"
+    made_by = partial(seed_made_by, config, seed)
+    return Task(folder, "seed", partial(run_apart, config, seed), made_by)
+
+
+def seed_made_by(config: OveroptimizationConfig, seed: int) -> dict[str, Any]:
+    """What a seed's measurements depend on, ready for JSON."""
+    settings = config.settings | {"seeds": [seed]}
+    return {"settings": settings, "inputs": input_digests(map(str, settings.values()))}
+
+
+def run_apart(config: OveroptimizationConfig, seed: int) -> None:
+    """Run a seed in a process of its own."""
+    distributed.start(config.ddp_timeout)
+    run_seed(config, seed)
+    stages.write_mark(Path(config.output_dir) / f"seed_{seed}", seed_made_by(config, seed))
+    leave()
 
 
 class Chain:
@@ -83,8 +107,9 @@ class Chain:
         if rows:
             flags |= {"dataset_name": self.folder / rows, "dataset_test_split": ""}
             flags |= {"eval_steps": 0, "num_eval_rows": 0, "model_name_or_path": self.sft}
-        run = Stage(f"train_{stage}.py", self.folder / name, Path(recipe), flags)
-        stages.run(run, self.config.num_processes)
+        processes = self.config.num_processes
+        run = Stage(f"train_{stage}.py", self.folder / name, Path(recipe), flags, None, processes)
+        stages.run(run)
         return run.output_dir / MODEL
 
     def policies(self) -> dict[str, dict[float, Path]]:

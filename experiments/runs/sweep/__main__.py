@@ -12,15 +12,18 @@ and a new line in the file costs its runs only.
 Writes `sweep.json`, `plots/forest.png`, `report.html` and `report.md` to the sweep's `output_dir`.
 """
 
+from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from common.config.parser import Parser
+from common.config.parser import Parser, add_flag
 from common.errors import UserError
 from common.evaluation.runs import run_cost
 from common.report.blocks import Block, Picture, Section, Table
+from experiments.runs.engine import run_stages
+from experiments.runs.executors import EngineFlags
 from experiments.runs.outcomes import (
     about,
     outcome_of,
@@ -31,7 +34,7 @@ from experiments.runs.outcomes import (
     write_results,
 )
 from experiments.runs.power import HEADERS, NOTE
-from experiments.runs.stages import check_flags, exit_with_status, run, with_progress
+from experiments.runs.stages import check_flags, exit_with_status
 from experiments.runs.sweep.effects import Effect, Effects, draw
 from experiments.runs.sweep.sweep_file import Sweep, Variant, read_sweep
 
@@ -42,21 +45,24 @@ Outcomes = Mapping[tuple[str, str, str], Sequence[float]]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, judge, compare, report."""
-    parser = Parser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
+    options: dict[str, Any] = {"allow_abbrev": False, "argument_default": SUPPRESS}
+    parser = Parser(description=str(__doc__).partition("\n")[0], **options)
     parser.add_argument("--config", required=True, help="the sweep, a YAML file")
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of those in the file")
     parser.add_argument("--output_dir", help="instead of the one in the file")
-    changes = {name: v for name, v in vars(parser.parse_args(argv)).items() if v is not None}
-    sweep = read_sweep(changes.pop("config"), **changes)
+    group = parser.add_argument_group(EngineFlags._engine)
+    for field in fields(EngineFlags):
+        add_flag(group, field)
+    given = vars(parser.parse_args(argv))
+    names = given.keys() & {field.name for field in fields(EngineFlags)}
+    engine = EngineFlags(**{name: given.pop(name) for name in names})
+    sweep = read_sweep(given.pop("config"), **given)
     training = [list(sweep.training(seed)) for seed in sweep.seeds]
     evaluations = [stage for seed in sweep.seeds for stage in sweep.evaluations(seed)]
-    check_flags([*(stage for stage, _ in training[0]), *evaluations])
+    check_flags([*training[0], *evaluations])
     # Line by line, each with all seeds: finished lines are complete wherever this is stopped.
-    runs = [stage_runs for of_seeds in zip(*training, strict=True) for stage_runs in of_seeds]
-    runs += [(stage, 1) for stage in evaluations]
-    every = with_progress([stage for stage, _ in runs])
-    for (_, num_processes), stage in zip(runs, every, strict=True):
-        run(stage, num_processes)
+    runs = [stage for of_seeds in zip(*training, strict=True) for stage in of_seeds]
+    run_stages([*runs, *evaluations], engine, Path(sweep.output_dir))
     outcomes = measured(sweep)
     report(sweep, outcomes, effects(sweep, outcomes))
 
@@ -116,7 +122,7 @@ def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
 def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
     """Write `sweep.json`, the picture and the report; print the tables."""
     output_dir = Path(sweep.output_dir)
-    run_dirs = [stage.output_dir for seed in sweep.seeds for stage, _ in sweep.training(seed)]
+    run_dirs = [stage.output_dir for seed in sweep.seeds for stage in sweep.training(seed)]
     minutes = sum(run_cost(run_dir).get("elapsed_minutes", 0.0) for run_dir in run_dirs)
     every = [effect for by_outcome in panels.values() for e in by_outcome.values() for effect in e]
     record = {

@@ -90,19 +90,18 @@ class Sweep:
         """The run of a variant."""
         return Path(self.output_dir) / f"seed_{seed}" / variant.slug / variant.stage
 
-    def training(self, seed: int) -> Iterator[tuple[Stage, int]]:
-        """Every training run of a seed and its number of processes, the base chain first."""
+    def training(self, seed: int) -> Iterator[Stage]:
+        """Every training run of a seed, the base chain first."""
         folders = self.folders(seed)
         for name, base in self.base.items():
             flags = {"seed": seed, **filled_in(base.flags, folders)}
-            yield Stage(base.script, folders[name], Path(base.config), flags), 1
+            yield Stage(base.script, folders[name], Path(base.config), flags)
         for variant in self.variants:
             base = self.base[variant.stage]
             flags = {"seed": seed, **filled_in({**base.flags, **variant.flags}, folders)}
             patch = Path(variant.patch) if variant.patch else None
-            output_dir = self.folder(seed, variant)
-            stage = Stage(base.script, output_dir, Path(base.config), flags, patch)
-            yield stage, variant.num_processes
+            about = (base.script, self.folder(seed, variant), Path(base.config), flags, patch)
+            yield Stage(*about, variant.num_processes)
 
     def evaluations(self, seed: int) -> Iterator[Stage]:
         """The two runs of evaluate.py that judge a seed: of policies, and of reward models."""

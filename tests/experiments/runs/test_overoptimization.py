@@ -132,7 +132,7 @@ def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(t
 
 def test_runs_compute_in_bfloat16_where_the_experiment_does(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(stages, "run", lambda stage, _: commands.append(stage.flags.get("bf16")))
+    monkeypatch.setattr(stages, "run", lambda stage: commands.append(stage.flags.get("bf16")))
     models = {"output_dir": str(tmp_path), "model_name_or_path": "policy", "proxy": "reward"}
     for bf16 in (False, True):
         Chain(settings(**models, bf16=bf16), 3).make("dpo", "dpo", "dpo.yaml", beta=0.1)

@@ -20,12 +20,13 @@ from stages_here import run_here
 
 from common.config.parser import parse
 from common.errors import UserError
-from experiments.runs import replicate, stages
+from experiments.runs import progress, replicate, stages
 from experiments.runs.outcomes import over_seeds
 from experiments.runs.power import power_of
+from experiments.runs.progress import Screen
 from experiments.runs.replicate import ReplicateConfig
 from experiments.runs.replication import Published, read_published, source_lines
-from experiments.runs.stages import ROOT, Stage, command, config_of, with_progress
+from experiments.runs.stages import ROOT, Stage, command, config_of, description, write_mark
 
 pytestmark = pytest.mark.usefixtures("without_pictures", "few_resamples")
 
@@ -45,14 +46,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def made(monkeypatch) -> list[Stage]:
     """The stages that were asked for, which run here."""
-    stages = []
+    asked_for = []
 
-    def run(stage: Stage, num_processes: int) -> None:
-        stages.append(stage)
+    def run(stage: Stage) -> None:
+        asked_for.append(stage)
         run_here(stage)
 
-    monkeypatch.setattr(replicate, "run", run)
-    return stages
+    monkeypatch.setattr(stages, "run", run)
+    return asked_for
 
 
 def cells(folder: str) -> dict:
@@ -102,7 +103,7 @@ def test_the_demo_runs_from_end_to_end_for_every_seed(folder, made, capsys):
     text = Path(root, "report.md").read_text()
     assert "This is not the recipe" in text
     assert Path(root, "plots/differences.png").is_file()
-    assert "\nstage 10 of 10: " in out
+    assert "finished (10 of 10 finished, " in out
     assert out.endswith("\n2 of 2 seeds finished.\n")
     paired = next(iter(json.loads(Path(root, "replication.json").read_text())["differences"]))
     assert (paired["metric"], *list(paired["variant"].values())[:2]) == (
@@ -130,7 +131,7 @@ def test_it_goes_on_where_it_was_stopped_and_reports_what_there_is(folder, monke
     assert "1 of 2 seeds finished; seed 7 lacks evaluate." in text
     models = [root / "seed_7" / name / "model" / "config.json" for name in ("sft", "grpo")]
     written = [file.stat().st_mtime_ns for file in models]
-    monkeypatch.setattr(replicate, "run", lambda stage, _: run_here(stage))
+    monkeypatch.setattr(stages, "run", run_here)
     replicate.main(parse(ReplicateConfig, arguments))
     assert [file.stat().st_mtime_ns for file in models] == written
     assert (root / "replication.json").read_bytes() == before
@@ -183,7 +184,13 @@ def test_a_recipe_s_patches_are_those_of_its_stages(folder, capsys):
 def test_rows_that_are_not_there_are_made_or_asked_for(folder, monkeypatch, capsys):
     """Before any stage; not for a list of the commands, nor for rows of one's own."""
     ran: list[Stage] = []
-    monkeypatch.setattr(replicate, "run", lambda stage, _: ran.append(stage))
+
+    def pretend(stage: Stage) -> None:
+        ran.append(stage)
+        (stage.output_dir / "model").mkdir(parents=True, exist_ok=True)
+        write_mark(stage.output_dir, description(stage))
+
+    monkeypatch.setattr(stages, "run", pretend)
     maker = Path("assets/recipes/count/make_rows.py")
     recipe = Path("assets/recipes/count/sft.yaml")
     recipe.write_text(recipe.read_text().replace("dataset_name: syn", "dataset_name: data/syn"))
@@ -255,7 +262,7 @@ def test_one_data_set_takes_the_place_of_one(folder):
     def data_sets(recipe: str, *overrides: str) -> list[str]:
         arguments = ["--recipe", recipe, "--overrides"]
         stages = replicate.chain(parse(ReplicateConfig, [*arguments, *overrides]), 0).values()
-        words = [word for stage in stages for word in command(stage, 1)]
+        words = [word for stage in stages for word in command(stage)]
         return sorted(word.removeprefix("--") for word in words if "dataset_name=" in word)
 
     mine = ["dataset_name=mine"]
@@ -326,15 +333,21 @@ def test_a_dry_run_starts_every_stage_and_trains_none(folder, made, capsys):
 def test_runs_are_counted_and_the_time_left_is_that_of_runs_like_them(monkeypatch, capsys):
     """The first two take 60 s and 180 s; the third was finished before."""
     now = [0.0]
-    monkeypatch.setattr(stages.time, "monotonic", lambda: now[0])
-    every = [Stage(script, Path("run")) for script in ("train_sft.py", "evaluate.py")] * 2
-    for _, seconds in zip(with_progress(every), (60, 180, 0, 180), strict=True):
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    kinds = {Path(f"run_{i}"): kind for i, kind in enumerate(["train", "evaluate"] * 2)}
+    screen = Screen(kinds, is_apart=False)
+    for run, seconds in zip(kinds, (60, 180, 0, 180), strict=True):
+        if seconds:
+            screen.note(run, "running")
         now[0] += seconds
-    assert capsys.readouterr().out.split("\n")[1::2] == [
-        "stage 1 of 4: 0 min so far",
-        "stage 2 of 4: 1 min so far, about 3 min left",
-        "stage 3 of 4: 4 min so far, about 4 min left",
-        "stage 4 of 4: 4 min so far, about 3 min left",
+        screen.note(run, "finished" if seconds else "finished before")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == (
+        "run_1: running (1 of 4 finished, 1 running, 2 waiting, 1 min so far, about 3 min left)"
+    )
+    assert [line.split(" (")[1] for line in lines[3:5]] == [
+        "2 of 4 finished, 2 waiting, 4 min so far, about 4 min left)",
+        "3 of 4 finished, 1 waiting, 4 min so far, about 3 min left)",
     ]
 
 

@@ -116,8 +116,8 @@ def test_a_run_whose_end_its_driver_did_not_see_is_finished(stage):
 
 
 def test_torchrun_starts_several_processes(stage):
-    assert stages.command(stage, 1)[1] == stage.script
-    words = stages.command(replace(stage, patch=Path("bug.py")), 2)
+    assert stages.command(stage)[1] == stage.script
+    words = stages.command(replace(stage, patch=Path("bug.py"), num_processes=2))
     assert words[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     assert words[6:9] == [str(stages.PATCHED), "bug.py", stage.script]
 

@@ -28,6 +28,7 @@ from common.grpo import rollouts
 from common.model import fsdp, optim
 from common.sampling import decode
 from common.text.reading import load_rows
+from experiments.runs import stages
 from experiments.runs.stages import ROOT, Stage, config_of, description, write_mark
 from experiments.runs.sweep import __main__ as sweep
 from experiments.runs.sweep.sweep_file import read_sweep
@@ -81,7 +82,7 @@ def outcome(stage: Stage) -> float:
     return NOISE[seed] + (EFFECTS[seed] if stage.flags.get("x") == 1 else 0)
 
 
-def pretend(stage: Stage, num_processes: int = 1) -> None:
+def pretend(stage: Stage) -> None:
     """Write what a run would."""
     stage.output_dir.mkdir(parents=True, exist_ok=True)
     if stage.script != "evaluate.py":
@@ -90,7 +91,7 @@ def pretend(stage: Stage, num_processes: int = 1) -> None:
         (stage.output_dir / "made_of.json").write_text(
             json.dumps([outcome(stage), stage.flags.get("reward_funcs")])
         )
-        environment = {"git_commit": "abc", "world_size": num_processes}
+        environment = {"git_commit": "abc", "world_size": stage.num_processes}
         (stage.output_dir / "environment.json").write_text(json.dumps(environment))
     else:
         systems = []
@@ -113,7 +114,7 @@ def recipes(tmp_path, monkeypatch):
 
 
 def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "run", pretend)
+    monkeypatch.setattr(stages, "run", pretend)
     sweep.main(["--config", write(tmp_path, small())])
     record = json.loads(Path("sweep/sweep.json").read_text())
     by_choice = {(e["choice"], e["outcome"]): e["difference"] for e in record["effects"]}
@@ -159,7 +160,7 @@ def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypa
 
 def test_every_judged_run_may_be_compared_with_one_stage(tmp_path, monkeypatch, capsys):
     """Also the stages of the base chain; those with other outcomes are left out."""
-    monkeypatch.setattr(sweep, "run", pretend)
+    monkeypatch.setattr(stages, "run", pretend)
     contents = small()
     flags = {"model_name_or_path": "{sft}/model", "x": 1}
     dpo = {"script": "train_dpo.py", "config": "grpo.yaml", "flags": flags}
@@ -187,7 +188,7 @@ def test_every_judged_run_may_be_compared_with_one_stage(tmp_path, monkeypatch, 
 
 def test_a_variant_is_built_on_the_base_of_its_seed(tmp_path):
     described = read_sweep(write(tmp_path, small()))
-    runs = {str(stage.output_dir): stage.flags for stage, _ in described.training(1)}
+    runs = {str(stage.output_dir): stage.flags for stage in described.training(1)}
     base = "sweep/seed_1/base"
     scope = runs["sweep/seed_1/grpo_scope_none/grpo"]
     assert scope["reward_funcs"] == [f"{base}/reward/model"]
@@ -229,9 +230,9 @@ def test_a_shipped_sweep_asks_for_what_the_stages_take(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     shipped = read_sweep(str(RECIPES / name / "demo.yaml"))
     assert len(shipped.seeds) >= 3
-    for stage, num_processes in shipped.training(0):
+    for stage in shipped.training(0):
         config_of(stage)
-        assert num_processes in (1, 2)
+        assert stage.num_processes in (1, 2)
     for stage in shipped.evaluations(0):
         config_of(stage)
 
@@ -239,7 +240,7 @@ def test_a_shipped_sweep_asks_for_what_the_stages_take(name, monkeypatch):
 def test_iterative_dpo_and_grpo_sample_and_train_on_as_much(monkeypatch):
     monkeypatch.chdir(ROOT)
     runs = {}
-    for stage, _ in read_sweep(str(RECIPES / "iterative" / "demo.yaml")).training(0):
+    for stage in read_sweep(str(RECIPES / "iterative" / "demo.yaml")).training(0):
         config = config_of(stage)
         runs[stage.output_dir.name] = runs.get(stage.output_dir.name, config)
     grpo, once, rounds = runs["grpo"], runs["once"], [runs[f"round_{i}"] for i in (1, 2, 3)]
@@ -284,11 +285,11 @@ def test_a_small_sweep_of_real_runs(tmp_path, monkeypatch):
             {"detail": "nothing", "choice": "as it was", "stage": "dpo", "flags": {"beta": 0.2}},
         ],
     }
-    monkeypatch.setattr(sweep, "run", run_here)
+    monkeypatch.setattr(stages, "run", run_here)
     with tiny.working_directory(tmp_path):
         sweep.main(["--config", write(tmp_path, contents)])
         again = (tmp_path / "sweep" / "sweep.json").read_bytes()
-        monkeypatch.setattr(sweep, "run", lambda stage, _=1: None)
+        monkeypatch.setattr(stages, "run", pytest.fail)
         sweep.main(["--config", write(tmp_path, contents)])
     assert (tmp_path / "sweep" / "sweep.json").read_bytes() == again
     effects = json.loads(again)["effects"]
