@@ -199,6 +199,8 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         """End what still runs, and wait until it has saved."""
         running = [job for job in self.jobs.values() if job.state() == "running"]
+        if running:
+            print(f"ending {len(running)} runs, when they have saved", flush=True)
         for job in running:
             os.kill(int(job.submitted.job_id), signal.SIGTERM)
         while any(job.state() == "running" for job in running):

@@ -74,12 +74,13 @@ class Screen:
         return ", ".join(texts)
 
     def table(self) -> Any:
-        """The line, and the runs that run or have failed."""
+        """The line, and the runs that have failed or are running."""
+        from rich.console import Group
         from rich.table import Table
 
-        table = Table(box=None, title=self.line(), title_justify="left", show_header=False)
-        for folder, state in self.states.items():
-            if state in ("running", "failed"):
+        table = Table(box=None, show_header=False)
+        for shown in ("failed", "running"):
+            for folder in [folder for folder, state in self.states.items() if state == shown]:
                 steps = [line["step"] for line in read_metrics(folder) if "step" in line]
-                table.add_row(str(folder), state, f"step {steps[-1]}" if steps else "")
-        return table
+                table.add_row(str(folder), shown, f"step {steps[-1]}" if steps else "")
+        return Group(self.line(), table)

@@ -5,6 +5,7 @@ was killed waits for what it has left. Jobs of Slurm are in `test_slurm.py`. Abo
 `experiments.runs.engine`, `experiments.runs.executors` and `experiments.runs.progress`.
 """
 
+import io
 import os
 import signal
 import subprocess
@@ -15,12 +16,14 @@ from pathlib import Path
 
 import pytest
 from ranks import ROOT, environment
+from rich.console import Console
 
 from common.config.parser import parse
 from common.errors import UserError
 from experiments.runs import executors
 from experiments.runs.engine import run_stages
 from experiments.runs.executors import Apart, EngineFlags, Task
+from experiments.runs.progress import Screen
 from experiments.runs.stages import Stage, StageFailed, is_finished
 
 SCRIPT = """
@@ -56,6 +59,7 @@ import sys
 from pathlib import Path
 from experiments.runs.engine import run_stages
 from experiments.runs.executors import EngineFlags
+from experiments.runs.progress import Screen
 from experiments.runs.stages import Stage, exit_with_status
 
 folder, parallel = Path(sys.argv[1]), int(sys.argv[2])
@@ -150,6 +154,23 @@ def test_each_of_several_runs_has_its_gpus_and_its_share_of_the_cores(monkeypatc
     assert many == ["0", "1", "4", "7"] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert executors.share(0, 8, 1)["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_screen_of_a_terminal_has_the_counts_and_the_runs_with_their_steps(tmp_path):
+    runs = {tmp_path / name: "train" for name in "abcd"}
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "metrics.jsonl").write_text('{"step": 30}\n{"step": 40}\n')
+    screen = Screen(runs, is_apart=True)
+    for folder, state in zip(runs, ("finished", "running", "failed"), strict=False):
+        screen.note(folder, state)
+    text = io.StringIO()
+    Console(file=text, width=200).print(screen.table())
+    first, *rest = text.getvalue().splitlines()
+    assert first == "1 of 4 finished, 1 running, 1 waiting, 1 failed, 0 min so far"
+    assert [line.split() for line in rest] == [
+        [str(tmp_path / "c"), "failed"],
+        [str(tmp_path / "b"), "running", "step", "40"],
+    ]
 
 
 def test_a_run_that_saved_nothing_is_not_queued_again(tmp_path):
