@@ -15,10 +15,8 @@ MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 SHOWN_CHARACTERS = 60  # of each end of a long text in `marked`
 
 
-def report(
-    rows: Sequence[TokenisedRow], split: str, config: CommonConfig, tokenizer: Any
-) -> list[Example]:
-    """Print what was lost, and return the rows that are kept.
+def report(rows: Sequence[TokenisedRow], split: str, config: CommonConfig, tokenizer: Any) -> None:
+    """Print what was lost.
 
     Raises:
         UserError: Too many rows are dropped, or all.
@@ -26,7 +24,6 @@ def report(
     counts = DataReport(rows, split, config, tokenizer)
     distributed.print_rank0(counts)
     counts.refuse_lossy(config.max_dropped_fraction)
-    return [row.example for row in rows if not row.drop_reason]
 
 
 class DataReport:

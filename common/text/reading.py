@@ -78,7 +78,8 @@ def load_examples(
         raw_rows = schemas.standardise(raw_rows, kind, label)
         rows = chat.render_rows(raw_rows, kind, vocabulary.tokenizer)
         tokenised = tokenise.tokenize_rows(rows, vocabulary, config)
-        return data_report.report(tokenised, split, config, vocabulary.tokenizer)
+        data_report.report(tokenised, split, config, vocabulary.tokenizer)
+        return [row.example for row in tokenised if not row.drop_reason]
 
     return _once_per_host(make) if dataset_name and split else []
 
