@@ -16,9 +16,9 @@ from common.config.flags import (
 )
 from common.config.stages import TrainConfig
 from common.losses import AGGREGATIONS
-from common.objectives.find import Objective, as_arguments, merged
 
 if TYPE_CHECKING:
+    from common.objectives.find import Objective
     from common.objectives.kinds import Advantages, PolicyObjective
 
 DISTINCT = "_distinct"  # end of a rejection method
@@ -127,6 +127,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
 
     def __post_init__(self) -> None:
         """Refuse values that no GRPO run may have."""
+        from common.objectives.find import as_arguments, merged
         from common.objectives.user_files import short_names
 
         super().__post_init__()
@@ -165,7 +166,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
             refuse_kl_in_reward(self)
 
     @staticmethod
-    def objective_kinds() -> list[type[Objective]]:
+    def objective_kinds() -> "list[type[Objective]]":
         """The kinds of objectives of this stage."""
         from common.objectives.kinds import Advantages, PolicyObjective
 

@@ -17,17 +17,13 @@ TYPES = (bool, int, float, str)  # of settings
 
 @dataclass(frozen=True)
 class Function:
-    """A function of an objective with its settings."""
+    """A function of an objective with its settings; `kinds.call` calls it."""
 
     name: str
     function: Callable[..., Any]
     inputs: Sequence[str]  # what it takes, by name
     settings: dict[str, Any]
     constants: Mapping[str, Any]  # of its file
-
-    def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Call the function with those of the values that it takes."""
-        return self.function(**{name: values[name] for name in self.inputs}, **self.settings)
 
 
 @dataclass(frozen=True)

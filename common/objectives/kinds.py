@@ -1,16 +1,22 @@
 """The three kinds of objectives, and the check of each at start: a call on a tiny batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from common import distributed
 from common.errors import UserError
-from common.objectives.find import Objective
+from common.objectives.find import Function, Objective
+
+
+def call(function: Function, values: Mapping[str, Any]) -> Any:
+    """Call the function of an objective's file with those of the values that it names."""
+    inputs = {name: values[name] for name in function.inputs}
+    return function.function(**inputs, **function.settings)
 
 
 @contextmanager
@@ -52,7 +58,7 @@ class PolicyObjective(Objective):
         values = (logps, *before, advantages.expand_as(logps), mask)
         tensors, all_metrics = dict(zip(self.inputs, values, strict=False)), dict[str, Tensor]()
         for function in self.functions:
-            result = function(tensors)
+            result = call(function, tensors)
             tensors["loss"], metrics = result if isinstance(result, tuple) else (result, {})
             if not isinstance(metrics, dict):
                 raise self.refused("returns metrics that are no dict of tensors by name")
@@ -128,7 +134,7 @@ class PreferenceLoss(Objective):
             if function.constants.get("PER_TOKEN"):
                 tensors = [logps / lengths, ref_logps / lengths, lengths]
             columns = [column for tensor in tensors for column in tensor.unbind(-1)]  # (N,) each
-            loss = function(dict(zip(self.inputs, columns, strict=True)))
+            loss = call(function, dict(zip(self.inputs, columns, strict=True)))
             if getattr(loss, "shape", None) != logps.shape[:-1]:
                 raise self.refused("returns no loss of the shape (N,) of chosen_logps")
             losses.append(weight * loss)
@@ -184,7 +190,7 @@ class Advantages(Objective):
         if counted is None:
             counted = torch.ones(rewards.shape[1], dtype=torch.bool, device=rewards.device)
         values = (rewards[0], rewards, weights, counted, all_reduce or (lambda sums: sums))
-        advantages = self.functions[0](dict(zip(self.inputs, values, strict=True)))
+        advantages = call(self.functions[0], dict(zip(self.inputs, values, strict=True)))
         if getattr(advantages, "shape", None) != rewards.shape[1:]:
             raise self.refused("returns no advantages of the shape (N, G) of rewards")
         return advantages.float()  # type: ignore[no-any-return]
