@@ -192,11 +192,13 @@ def generate(
     If a reward function fails, they are added without rewards before its UserError is raised.
     """
     from common.rewards.score import RewardFunctions
-    from common.sampling.engine import new_sampler
+    from common.sampling.sampler import Sampler
+    from common.sampling.vllm.sampler import EngineSampler
 
     longest = config.max_new_tokens or config.max_completion_length
     sampler_config = replace(config, max_completion_length=longest)
-    sampler = new_sampler(policy, rewards.vocabulary, sampler_config)
+    sampler_class = EngineSampler if config.rollout_server else Sampler
+    sampler = sampler_class(policy, rewards.vocabulary, sampler_config)
     rollouts = sampler.sample_shared(
         prompts,
         title=f"sampling from {name}",

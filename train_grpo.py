@@ -71,7 +71,8 @@ def main(config: GRPOConfig) -> None:
     from common.grpo.held_out import HeldOut
     from common.model import lora
     from common.rewards.score import RewardFunctions
-    from common.sampling.engine import new_sampler
+    from common.sampling.sampler import Sampler
+    from common.sampling.vllm.sampler import EngineSampler
     from common.text import reading
 
     distributed.seed_everything(config.seed)
@@ -95,7 +96,8 @@ def main(config: GRPOConfig) -> None:
     policy = fsdp.shard(Policy(lm), config, mesh)  # before the next is read: one whole at a time
     reference = load_reference(policy, configs[1], config, mesh)
     scorer.load(mesh)
-    sampler = new_sampler(policy, vocabulary, config)
+    sampler_class = EngineSampler if config.rollout_server else Sampler
+    sampler = sampler_class(policy, vocabulary, config)
     held_out = HeldOut(sampler, scorer, reference, eval_set, pairs, config)  # before that moves
 
     # Self-checks, resume

@@ -39,8 +39,8 @@ from common.noise import derive_seed, hash_counters, uniform
 from common.record.jsonl import json_line, write_atomically
 from common.record.run_folder import save_run_files
 from common.rewards.score import RewardFunctions
-from common.sampling.engine import new_sampler
 from common.sampling.sampler import Rollouts, Sampler
+from common.sampling.vllm.sampler import EngineSampler
 from common.scoring import check_sampler
 from common.text.example import Vocabulary
 from common.text.reading import held_out_split, load_examples
@@ -111,7 +111,8 @@ def main(config: PairsConfig) -> None:
     policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
     self_checks.only_tokens_matter(policy, config)
     scorer.load(mesh)
-    sampler = new_sampler(policy, vocabulary, config)
+    sampler_class = EngineSampler if config.rollout_server else Sampler
+    sampler = sampler_class(policy, vocabulary, config)
 
     for split, examples in prompts.items():
         pairs = sample_pairs(examples, sampler, scorer, config, vocabulary)

@@ -3,8 +3,7 @@
 Here the server is a stand-in with transformers' own models; `test_vllm.py` asks vLLM itself. Every
 weight reaches the server before it samples, adapters merged; completions, stop rule and
 log-probabilities come back in our sampler's shape; a server that is gone or answers nonsense ends
-the run in a sentence, and the run goes on from the step before. About `common.sampling.engine` and
-`common.sampling.vllm`.
+the run in a sentence, and the run goes on from the step before. About `common.sampling.vllm`.
 """
 
 import copy
@@ -27,7 +26,6 @@ from common.forward import Policy
 from common.model import lora
 from common.record.jsonl import read_jsonl
 from common.sampling import token_records
-from common.sampling.engine import new_sampler
 from common.sampling.sampler import Sampler
 from common.sampling.vllm import server
 from common.sampling.vllm.sampler import EngineSampler
@@ -49,9 +47,7 @@ def stand_in() -> Iterator[StandIn]:
 def sampler(stand_in: StandIn, lm: Any, **fields: Any) -> EngineSampler:
     lengths = {"max_prompt_length": 24, "max_completion_length": 12}
     needed = REQUIRED | lengths | {"rollout_server": stand_in.url}
-    engine = new_sampler(Policy(lm), tiny.vocabulary([STOP]), GRPOConfig(**(needed | fields)))
-    assert isinstance(engine, EngineSampler)
-    return engine
+    return EngineSampler(Policy(lm), tiny.vocabulary([STOP]), GRPOConfig(**(needed | fields)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0])

@@ -30,7 +30,6 @@ from common.config.grpo import GRPOConfig
 from common.errors import EngineError
 from common.forward import Policy
 from common.sampling import token_records
-from common.sampling.engine import new_sampler
 from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.sampler import EngineSampler
 from common.sampling.vllm.server import Server
@@ -104,9 +103,7 @@ def new_engine(folder: Path, family: str, mode: str, **fields: Any) -> Iterator[
             needed |= {"max_prompt_length": 24, "max_completion_length": 12}
             needed |= {"generation_batch_size": 8, "reward_funcs": ["gold"], "rollout_server": url}
             config = GRPOConfig(**(needed | fields))
-            sampler = new_sampler(Policy(lm), tiny.vocabulary([STOP]), config)
-            assert isinstance(sampler, EngineSampler)
-            yield sampler
+            yield EngineSampler(Policy(lm), tiny.vocabulary([STOP]), config)
 
 
 @pytest.fixture(scope="module")
