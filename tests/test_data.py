@@ -24,9 +24,9 @@ from common.config.stages import TrainConfig
 from common.data import BatchOrder, Example, prompts
 from common.errors import UserError
 from common.text import synthetic
-from common.text.chat import render
 from common.text.data_report import DataReport, count_boundary_merges
 from common.text.reading import load_examples, load_held_out_pairs, load_rows, load_splits
+from common.text.schemas import Row
 from common.text.tokenise import encode, leading_ids, tokenize_rows, truncate_prompt
 from common.text.truncate import closing_cue, split_prompt
 from train_dpo import one_of_each_prompt
@@ -62,7 +62,7 @@ def tokenize(
     limits = {"max_prompt_length": 400, "max_completion_length": 60, "max_dropped_fraction": 0.0}
     config = tiny.train_config(**(limits | fields))
     vocabulary = tiny.vocabulary([stop_id], tokenizer, pad_id=stop_id)
-    texts = [render(row, kind, tokenizer, number)[0] for number, row in enumerate(rows)]
+    texts = [Row.of_text(row, kind, number) for number, row in enumerate(rows)]
     tokenised = tokenize_rows(texts, vocabulary, config)
     report = DataReport(tokenised, "train", config, tokenizer)
     report.refuse_lossy(config.max_dropped_fraction)

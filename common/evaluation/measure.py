@@ -196,9 +196,11 @@ def reference_completions(
     examples = [prompts[i] for i in texts]
     written = []  # as the policy would write it: in a conversation, by the chat template
     for example, text in zip(examples, texts.values(), strict=True):
-        answer: Any = [{"role": "assistant", "content": text}] if example.messages else text
-        asked = example.messages or example.prompt
-        row = {**example.columns, "prompt": asked, "completion": answer}
+        if not example.messages:
+            written.append(text)
+            continue
+        answer = [{"role": "assistant", "content": text}]
+        row = {**example.columns, "prompt": example.messages, "completion": answer}
         written += [one.completions[0] for one in render(row, "sft", judges.vocabulary.tokenizer)]
     cut = tokenize_completions(written, judges.vocabulary, max_completion_length)
     rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])

@@ -146,16 +146,17 @@ class RewardModelFunction:
         A text that stopped ends with this model's eos.
         """
         from common.text.chat import TEMPLATE_COLUMNS, render
+        from common.text.schemas import Row
         from common.text.tokenise import encode, leading_ids, without_leading
 
         leading, eos = leading_ids(self.tokenizer), [self.tokenizer.eos_token_id]
         texts = {"prompt": prompts, "completion": completions}
         texts |= {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}
-        rows = [
-            one
-            for row in zip(*texts.values(), strict=True)
-            for one in render(dict(zip(texts, row, strict=True)), "sft", self.tokenizer)
-        ]
+        rows: list[Row] = []
+        for cells in zip(*texts.values(), strict=True):
+            raw = dict(zip(texts, cells, strict=True))
+            is_text = isinstance(raw["prompt"], str)
+            rows += [Row.of_text(raw, "sft")] if is_text else render(raw, "sft", self.tokenizer)
         prompt_ids = encode([row.prompt for row in rows], self.tokenizer)
         ids = encode([row.completions[0] for row in rows], self.tokenizer)
         for i, prompt in enumerate(prompts):

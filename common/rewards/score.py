@@ -235,18 +235,21 @@ class RewardFunctions:
         Returns:
             Rewards with `total` and `by_function` (N, K), float32 on the host; N*K `steps`.
         """
-        from common.text.chat import as_answers
-
         shape = (len(examples), len(rollouts.has_stop) // len(examples))
         repeated = [example for example in examples for _ in range(shape[1])]  # (N*K,)
         columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
         columns["prompt_ids"] = [e.prompt_ids for e in repeated]
         columns["has_stop"] = rollouts.has_stop.tolist()
         tokenizer, messages = self.vocabulary.tokenizer, [e.messages for e in repeated]
+        completions: list[Any] = rollouts.texts(tokenizer)
+        if any(messages):
+            from common.text.chat import as_answers
+
+            completions = as_answers(completions, messages, tokenizer)
         named = ", ".join(str(example.row + 1) for example in examples[:MAX_NAMED])
         rewards = self(
             [e.messages or e.prompt for e in repeated],
-            as_answers(rollouts.texts(tokenizer), messages, tokenizer),
+            completions,
             rollouts.completion_ids,
             columns,
             TrainerState(global_step=step, max_steps=total_steps),

@@ -7,7 +7,6 @@ from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
 
-from common import distributed
 from common.errors import UserError, gist
 from common.text.example import Example, Vocabulary
 from common.text.schemas import COMPLETION_COLUMNS, RawRow, Row, content
@@ -17,19 +16,13 @@ TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # given to the template, a
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a message's key for them, by family
 
 
-def render_rows(raw_rows: Sequence[RawRow], kind: str, tokenizer: Any) -> list[Row]:
-    """Rows of text of a whole split; see `render`."""
-    bar = distributed.progress_bar("rendering", len(raw_rows), unit="row", items=raw_rows)
-    return [row for number, raw in enumerate(bar) for row in render(raw, kind, tokenizer, number)]
-
-
 def render(
-    raw: RawRow,  # its cells are all of text or all of messages
+    raw: RawRow,  # its cells are messages
     kind: str,  # `sft`, `preference` or `prompts`
-    tokenizer: Any,  # with a chat template for messages
+    tokenizer: Any,
     number: int = 0,  # of the row in its split
 ) -> list[Row]:
-    """Rows of text: one per answer of a conversation, one of a pair, one of a row of text.
+    """Rows of text: one per answer of a conversation, one of a pair.
 
     The prompt is the template's text of all messages before the answer, to where the assistant
     begins, as when the model is used. The completion is what the template writes behind it when the
@@ -42,8 +35,6 @@ def render(
     """
     names = COMPLETION_COLUMNS[kind]
     others = {name: cell for name, cell in raw.items() if name not in ("prompt", *names)}
-    if isinstance(raw["prompt"], str):
-        return [Row(raw["prompt"], [raw[name] for name in names], others, number)]
     options = _template_options(raw)
     asked = _without_null(raw["prompt"])
     chats = [_without_null(raw[name]) for name in names]  # K lists of messages

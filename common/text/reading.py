@@ -15,7 +15,7 @@ from common.config.stages import CommonConfig, TrainConfig
 from common.errors import UserError
 from common.text import chat, data_report, schemas, shared_rows, sources, tokenise
 from common.text.example import Example, Vocabulary
-from common.text.schemas import RawRow
+from common.text.schemas import RawRow, Row
 
 HELD_OUT_SPLITS = ("validation", "test")  # of which AUTO takes the first that is there
 
@@ -76,7 +76,13 @@ def load_examples(
     def make() -> list[Example]:
         label, raw_rows = sources.read_split(config, dataset_name, split, kind, num_rows)
         raw_rows = schemas.standardise(raw_rows, kind, label)
-        rows = chat.render_rows(raw_rows, kind, vocabulary.tokenizer)
+        bar = distributed.progress_bar("rendering", len(raw_rows), unit="row", items=raw_rows)
+        rows: list[Row] = []
+        for number, raw in enumerate(bar):
+            if isinstance(raw["prompt"], str):
+                rows.append(Row.of_text(raw, kind, number))
+            else:
+                rows += chat.render(raw, kind, vocabulary.tokenizer, number)
         tokenised = tokenise.tokenize_rows(rows, vocabulary, config)
         data_report.report(tokenised, split, config, vocabulary.tokenizer)
         return [row.example for row in tokenised if not row.drop_reason]

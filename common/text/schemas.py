@@ -52,6 +52,13 @@ class Row:
     messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt; empty for text
     is_partial: bool = False  # the template leaves out words, thoughts or calls of an answer
 
+    @classmethod
+    def of_text(cls, raw: RawRow, kind: str, number: int = 0) -> "Row":
+        """A row whose cells are text."""
+        names = COMPLETION_COLUMNS[kind]
+        others = {name: cell for name, cell in raw.items() if name not in ("prompt", *names)}
+        return cls(raw["prompt"], [raw[name] for name in names], others, number)
+
 
 def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
     """Bring rows to one schema: what completions share is in `prompt` and nowhere else.

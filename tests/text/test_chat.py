@@ -19,7 +19,6 @@ from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.chat import TurnEnd, render, to_end_of_turn
 from common.text.reading import load_examples
-from common.text.schemas import Row
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 LENGTHS = {"max_prompt_length": 60, "max_completion_length": 20}
@@ -247,9 +246,9 @@ def test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_load
             scorer.check_rows([example])
 
 
-def test_text_is_left_as_it_is(tokenizer):
-    row = {"prompt": "Why?", "completion": " Because."}
-    assert render(row, "sft", tokenizer) == [Row("Why?", [" Because."])]
+def test_text_is_left_as_it_is(tmp_path, chatml):
+    (example,) = load(tmp_path, chatml, "sft", {"prompt": "Why?", "completion": " Because."})
+    assert (example.prompt, example.messages) == ("Why?", [])
 
 
 @pytest.mark.parametrize(

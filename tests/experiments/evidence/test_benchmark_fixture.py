@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from assets.recipes.bench import quality
 from common.config.parser import parse
-from common.text.chat import render
 from common.text.data_report import DataReport
 from common.text.reading import load_rows
+from common.text.schemas import Row
 from common.text.tokenise import tokenize_rows
 from experiments.evidence.bench import __main__ as bench
 from experiments.evidence.bench import fixture, flops, our_stages, processes
@@ -61,7 +61,7 @@ def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
     config = tiny.train_config(max_prompt_length=384, max_dropped_fraction=0.0)
     raw_rows = load_rows(config, str(path), "train", row.kind)
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    texts = [text for raw in raw_rows for text in render(raw, row.kind, None)]
+    texts = [Row.of_text(raw, row.kind) for raw in raw_rows]
     vocabulary = tiny.vocabulary([EOS_ID], tokenizer, pad_id=EOS_ID)
     tokenised = tokenize_rows(texts, vocabulary, config)
     report = DataReport(tokenised, "train", config, tokenizer)
