@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from common import data, distributed
+from common import distributed
 from common.config.stages import TrainConfig
-from common.data import BatchOrder, Example
+from common.data import BatchOrder
 from common.errors import MAX_NAMED, UserError, gist
 from common.model import fsdp
 from common.padding import AnyBatch
@@ -54,7 +54,7 @@ class Run:
         self.vocabulary = vocabulary
         self.model_folder = Path(config.output_dir) / "model"  # the exported model
         self.batches: Sequence[Any] = []  # of the current update
-        self.examples: Sequence[Example] = []  # of `batches_of`
+        self.make_batches: Callable[[int], list[AnyBatch]] | None = None  # of `prefetched`
         self.made_ahead: dict[int, list[AnyBatch]] = {}  # micro-batches by step
         self.has_updated = False  # in the current step
         settings: dict[str, bytes] = {}  # the exported folder's files but the weights, by name
@@ -92,16 +92,14 @@ class Run:
                 self.checkpointer.save_after(error, step, num_hooks)
             raise
 
-    def batches_of(self, step: int, examples: Sequence[Example]) -> list[AnyBatch]:
-        """This rank's micro-batches of a step of `steps`. Collective.
+    def prefetched(self, make: Callable[[int], list[AnyBatch]]) -> list[AnyBatch]:
+        """The micro-batches that `make` makes of the current step. Collective.
 
         Those of the next step are made when all of a step's are given to the device, which computes
         meanwhile.
         """
-        self.examples = examples
-        return self.made_ahead.pop(step, None) or data.micro_batches(
-            examples, self.order.rows(step), self.config, self.vocabulary
-        )
+        self.make_batches = make
+        return self.made_ahead.pop(self.step, None) or make(self.step)
 
     def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """An update's micro-batches, one by one, within a step of `steps`. Collective.
@@ -120,8 +118,8 @@ class Run:
             fsdp.reduce_gradients_in_next_backward(self.module, is_last, self.shards_gradients)
             yield batch
         following = self.step + 1
-        if self.examples and following < self.total_steps:
-            self.made_ahead = {following: self.batches_of(following, self.examples)}
+        if self.make_batches and following < self.total_steps:
+            self.made_ahead = {following: self.make_batches(following)}
 
     def update(self, losses: list[Tensor]) -> None:
         """Clip and take an optimiser step, on the gradients of `micro_batches`. Collective.
