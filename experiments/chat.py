@@ -23,7 +23,7 @@ from common.evaluation import runs
 from common.model import checks, load
 from common.record import run_folder, terminal
 from common.record.jsonl import read_jsonl
-from common.text import chat, tokenise, truncate
+from common.text import chat, tokenise
 
 TITLE = "TITLE: Is this normal?"  # a sample's own title tells facts of its post
 
@@ -35,7 +35,7 @@ def prompt_ids(text: str, sample: str, tokenizer: Any) -> list[int]:
         prompt = chat.rendered(tokenizer, messages, {"add_generation_prompt": True})
         if not sample or sample.endswith(prompt.rpartition(text)[2]):
             return tokenise.encode([prompt], tokenizer)[0]
-    header, _, cue = truncate.split_prompt(sample)
+    header, _, cue = tokenise.split_prompt(sample)
     if header and not re.match("SUBREDDIT:|TITLE:|POST:", text):
         text = f"{re.sub('TITLE:.*', TITLE, header)} {text}"
     whole = text.removesuffix(cue) + cue

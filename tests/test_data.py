@@ -3,7 +3,7 @@
 A truncated prompt fits, keeps header and cue, and ends where a brute-force search over all line
 breaks (sentence ends, words) would end it. Completions end in exactly one stop token. The rows of a
 step do not depend on the number of ranks, and every epoch shows every row once. About
-`common.data`, `common.text.tokenise`, `common.text.truncate` and `common.text.data_report`.
+`common.data`, `common.text.tokenise` and `common.text.data_report`.
 """
 
 import re
@@ -27,8 +27,14 @@ from common.text import synthetic
 from common.text.data_report import DataReport, count_boundary_merges
 from common.text.reading import load_examples, load_held_out_pairs, load_rows, load_splits
 from common.text.schemas import Row
-from common.text.tokenise import encode, leading_ids, tokenize_rows, truncate_prompt
-from common.text.truncate import closing_cue, split_prompt
+from common.text.tokenise import (
+    closing_cue,
+    encode,
+    leading_ids,
+    split_prompt,
+    tokenize_rows,
+    truncate_prompt,
+)
 from train_dpo import one_of_each_prompt
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -73,7 +73,7 @@ def baselines(
     Tokens of the completion, and minus them; ROUGE-L F1 of the completion against the post (the
     prompt without TL;DR's header and cue); random numbers, a function of seed and row.
     """
-    from common.text.truncate import split_prompt
+    from common.text.tokenise import split_prompt
 
     lengths = data.completion_lengths(examples).double().numpy()
     posts = [split_prompt(example.prompt)[1] for example in examples]

@@ -12,7 +12,7 @@ MODULES = {  # and the number of functions with an example
     "common.advantages": 2,
     "common.evaluation.accuracy": 1,
     "common.evaluation.intervals": 1,
-    "common.text.truncate": 2,
+    "common.text.tokenise": 2,
     "common.text.overlap": 1,
     "common.evaluation.pass_rates": 1,
     "experiments.runs.power": 2,
