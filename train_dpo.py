@@ -55,7 +55,7 @@ def main(config: DPOConfig) -> None:
     is_resumed = resume_from is not None
     train_set, eval_set = reading.load_splits(config, "preference", vocabulary)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
-    order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
+    order = data.BatchOrder.of_training(config, train_set)
     shown = one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
 
     # Frozen reference, which scores all pairs ahead of training and leaves the memory

@@ -88,7 +88,7 @@ def main(config: GRPOConfig) -> None:
     train_set, eval_set = reading.load_splits(config, "prompts", vocabulary)
     pairs = reading.load_held_out_pairs(config, config.eval_pairs_dataset_name, vocabulary)
     scorer.check_rows(train_set, eval_set)
-    order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
+    order = data.BatchOrder.of_training(config, train_set)
 
     # Policy, frozen reference and reward models, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)

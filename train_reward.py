@@ -67,7 +67,7 @@ def main(config: RewardConfig) -> None:
     margin_of_row = margins(train_set, config.margin_column).to(device)  # (rows,)
     has_margins = bool(eval_set) and config.margin_column in eval_set[0].columns
     held_out_margins = margins(eval_set, config.margin_column if has_margins else "")  # (rows,)
-    order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
+    order = data.BatchOrder.of_training(config, train_set)
 
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)

@@ -45,7 +45,7 @@ def main(config: SFTConfig) -> None:
     resume_from = find_checkpoint(config)
     train_set, eval_set = reading.load_splits(config, "sft", vocabulary)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
-    order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
+    order = data.BatchOrder.of_training(config, train_set)
 
     # Model, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)

@@ -36,12 +36,6 @@ def completion_lengths(examples: Sequence[Example]) -> torch.Tensor:
     return lengths(examples)[:, 1:]
 
 
-def num_tokens(examples: Sequence[Example]) -> list[int]:
-    """Tokens of each example: its prompt, once, and its completions."""
-    totals: list[int] = lengths(examples).sum(1).tolist()
-    return totals
-
-
 @dataclass
 class BatchOrder:
     """The rows of a rank at a step: a function of (seed, step), not a state.
@@ -59,15 +53,16 @@ class BatchOrder:
     world_size: int = 1
 
     @classmethod
-    def of_training(cls, config: RowsConfig, lengths: Sequence[int]) -> "BatchOrder":
-        """Order of this process, for a training set of rows with these lengths.
+    def of_training(cls, config: RowsConfig, examples: Sequence[Example]) -> "BatchOrder":
+        """Order of this process, for a training set.
 
         Raises:
             UserError: the global batch cannot be shared evenly.
         """
         rank, world_size = distributed.rank(), distributed.world_size()
         distributed.refuse_uneven(config.batch_size, world_size)
-        return cls(lengths, config.batch_size, config.seed, rank, world_size)
+        num_tokens: list[int] = lengths(examples).sum(1).tolist()
+        return cls(num_tokens, config.batch_size, config.seed, rank, world_size)
 
     def total_steps(self, config: TrainConfig) -> int:
         """Steps of a run: `max_steps`, or those of `num_train_epochs`."""

@@ -40,7 +40,10 @@ def start(timeout: float = 1800.0) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "gloo"
     if torch.cuda.is_available():
-        let_segments_grow()
+        # Micro-batches differ in size, and fragment memory segments of fixed sizes. torch reads
+        # this at the first allocation; the user may have configured the allocator.
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         local_rank = number_in("LOCAL_RANK")
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -55,16 +58,6 @@ def start(timeout: float = 1800.0) -> None:
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=_limit)
         return
     dist.init_process_group(backend, timeout=_limit)
-
-
-def let_segments_grow() -> None:
-    """Use growing memory segments on a GPU, unless the user has configured the allocator.
-
-    Micro-batches differ in size, and fragment segments of fixed sizes. torch reads this at the
-    first allocation.
-    """
-    if "PYTORCH_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def quieten() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_NAMED = 8  # rows in a message
-OTHERWISE = "see --help for the flags"  # the hint where no name is alike
 
 
 class UserError(ValueError):
@@ -71,8 +70,8 @@ def first_sentence(text: str) -> str:
     return " ".join(text.split()).split(". ")[0][:240].rstrip(".")
 
 
-def hint(name: str, names: Iterable[str], otherwise: str = OTHERWISE) -> str:
-    """A suggestion for an unknown name: the closest of the names."""
+def hint(name: str, names: Iterable[str], otherwise: str = "see --help for the flags") -> str:
+    """A suggestion for an unknown name: the closest of the names, if any is alike."""
     close = difflib.get_close_matches(name, list(names), 1)
     return f"did you mean {close[0]}?" if close else otherwise
 

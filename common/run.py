@@ -176,6 +176,9 @@ class Run:
             UserError: the model could not be written; a checkpoint of the last step is kept.
             RuntimeError: the model is written, and a hook failed.
         """
+        from common.record.run_folder import mark_finished
+        from common.report import plots
+
         last = self.total_steps
         self.checkpointer.stop_if_asked(last, at_once=True)
         reward_shift = self.export(shift)
@@ -196,7 +199,12 @@ class Run:
         if reward_shift:
             self.logger.log(last, {"reward_shift": reward_shift})
         self.logger.close()
-        self.publish()
+        output_dir = self.checkpointer.output_dir
+        plots.plot_run(output_dir)
+        if distributed.is_rank0():
+            mark_finished(output_dir)
+        curves = output_dir / "plots" / "curves.png"
+        distributed.print_rank0(f"model: {self.model_folder}  curves: {curves}")
 
     def export(self, shift: Callable[[], float]) -> float:
         """Write the current weights as the folder `model`; returns `reward_shift`. Collective.
@@ -216,18 +224,6 @@ class Run:
                 reward_shift=reward_shift,
             )
         return reward_shift
-
-    def publish(self) -> None:
-        """Draw the curves, and mark the run as finished."""
-        from common.record.run_folder import mark_finished
-        from common.report import plots
-
-        output_dir = self.checkpointer.output_dir
-        plots.plot_run(output_dir)
-        if distributed.is_rank0():
-            mark_finished(output_dir)
-        curves = output_dir / "plots" / "curves.png"
-        distributed.print_rank0(f"model: {self.model_folder}  curves: {curves}")
 
 
 def non_finite_rows(module: nn.Module, batches: Sequence[Any]) -> str:

@@ -243,9 +243,7 @@ def sampler_equals_trainer(
             )
 
 
-def refuse_unless(
-    holds: bool, message: str, kind: type[RuntimeError | UserError] = RuntimeError
-) -> None:
-    """Raise an error that says how to go on regardless: a UserError for what a user chose."""
+def refuse_unless(holds: bool, message: str) -> None:
+    """Raise an error that says how to go on regardless."""
     if not holds:
-        raise kind(f"self-check failed: {message} {SKIP}.")
+        raise RuntimeError(f"self-check failed: {message} {SKIP}.")

@@ -129,7 +129,7 @@ def sample_pairs(
     vocabulary: Vocabulary,
 ) -> "list[Pair]":
     """Sample completions of the prompts, score and pair them. Collective."""
-    order = data.BatchOrder.of_training(config, data.num_tokens(prompts))
+    order = data.BatchOrder.of_training(config, prompts)
     pairs: list[Pair] = []
     all_rewards: list[float] = []
     bar = distributed.progress_bar("rollouts", order.steps_per_epoch)

@@ -450,7 +450,7 @@ def test_the_length_of_a_run(tmp_path, fields, total_steps):
     config = TrainConfig(batch_size=4, seed=3, **paths, **fields)
     lengths = [9, 2, 5, 5, 1, 8, 3, 7, 4, 6]
     examples = [pair_example(row, length, (2, 1)) for row, length in enumerate(lengths)]
-    order = BatchOrder.of_training(config, data.num_tokens(examples))
+    order = BatchOrder.of_training(config, examples)
     rows = BatchOrder([1] * 10, 4, seed=3).rows(1)
     assert sorted(order.rows(1)) == sorted(rows)
     assert order.rows(1) == sorted(rows, key=lambda row: lengths[row])

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common import distributed
+from common import data, distributed
 from common.config.stages import CommonConfig
 from common.data import (
     BatchOrder,
@@ -28,7 +28,6 @@ from common.data import (
     filled,
     fits,
     micro_batches,
-    num_tokens,
     pack_micro_batches,
 )
 from common.scoring import distinct_completions
@@ -288,7 +287,7 @@ def test_every_completion_of_a_step_is_in_one_micro_batch(
     monkeypatch, config, num_rows, world_size
 ):
     examples = tiny.ragged_examples([(1 + 3 * i % 11, 1 + i % 5, 2) for i in range(num_rows)])
-    lengths = num_tokens(examples)
+    lengths = data.lengths(examples).sum(1).tolist()
     for step in range(2):
         all_batches = in_step(
             monkeypatch,
