@@ -73,7 +73,6 @@ class Case:
     flags: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """As it would be typed."""
         flags = [f"--{name} {value}" for name, value in self.flags.items()]
         return f"`{' '.join([self.stage, *flags])}`"
 
@@ -110,7 +109,6 @@ class Tally:
 
 
 def flags_of(case: Case, folder: Path, output_dir: Path) -> dict[str, Any]:
-    """The flags of a run; they are the same when it is started again."""
     flags = of_stage(case.stage, COMMON | OF_STAGE[case.stage] | case.flags)
     flags |= {
         "model_name_or_path": str(folder / "gpt2.json"),
@@ -268,7 +266,6 @@ def row(case: Case, tally: Tally) -> str:
 
 
 def main() -> None:
-    """Drill every case, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50, help="so many, over all cases")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and of who is killed")

@@ -270,7 +270,6 @@ def test_a_head_that_differs_between_ranks_is_refused(monkeypatch):
 
 
 def pair_logps(policy: nn.Module) -> Tensor:
-    """Log-probabilities (1, 2) of the first pair, as the stage computes them."""
     return scoring.score_examples(policy, PAIRS[:1], CONFIG, tiny.vocabulary(), "reference")
 
 

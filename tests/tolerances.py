@@ -54,8 +54,6 @@ def record(actual: Any, expected: Any, tolerance: Any) -> None:
 
 
 def watched(function: Callable[..., Any], rtol: float, atol: float) -> Callable[..., Any]:
-    """The same comparison, recorded."""
-
     def compare(actual: Any, expected: Any, **limits: Any) -> Any:
         relative = limits.get("rtol", limits.get("rel_tol", rtol))
         absolute = limits.get("atol", limits.get("abs_tol", atol))

@@ -111,7 +111,6 @@ Case = dict[str, Any]  # "seed", "machine", "tolerance" by metric, and the Numbe
 
 
 def label(stage: str, flags: dict[str, Any]) -> str:
-    """A case as it would be typed."""
     return " ".join([stage, *arguments(flags)])
 
 
@@ -173,7 +172,6 @@ def run_cases(cases: Sequence[Key], folder: Path, code: Path = ROOT) -> list[Out
 
 
 def processes(flags: dict[str, Any]) -> int:
-    """The number of processes of a case."""
     return int(flags.get("num_processes", 1))
 
 
@@ -195,7 +193,6 @@ def run_and_measure(jobs: Sequence[Job]) -> list[float]:
 
 
 def numbers_of(job: Job) -> Numbers:
-    """A run's metrics, one number per step."""
     lines = read_jsonl(Path(job["flags"]["output_dir"]) / "metrics.jsonl")[:STEPS]
     return {name: [line[name] for line in lines] for name in METRICS[job["stage"]]}
 

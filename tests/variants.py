@@ -287,7 +287,6 @@ def job_of(
 
 
 def run_variants(jobs: Sequence[Job], num_ranks: int, folder: Path) -> list[Run]:
-    """Run the jobs, one after another in one launch."""
     limits = {"micro_batch_size": 2} if num_ranks > 1 else {}  # cut as small as one rank's are not
     jobs = [{**job, "flags": limits | job["flags"]} for job in jobs]
     by_rank = launch(run_and_listen, num_ranks, folder, timeout=1200, jobs=jobs)
@@ -315,7 +314,6 @@ def largest_difference(
 
 
 def compare(one: Run, other: Run) -> Comparison:
-    """The second run against the first."""
     assert one.weights.keys() == other.weights.keys()
     gaps = [(one.weights[name] - other.weights[name]).norm() for name in one.weights]
     norms = [tensor.norm() for tensor in one.weights.values()]
@@ -341,7 +339,6 @@ def compare(one: Run, other: Run) -> Comparison:
 
 
 def label(stage: str, flags: Flags) -> str:
-    """A variant as it would be typed."""
     typed = {k: v if isinstance(v, list) else str(v).lower() for k, v in flags.items()}
     return f"`{' '.join([stage, *arguments(typed)])}`"
 

@@ -33,7 +33,6 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
-    """A run's folder with checkpoints after steps 1 and 2."""
     run = tmp_path_factory.mktemp("run")
     config = tiny.train_config(output_dir=str(run), keep_last=0, async_save=False)
     policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", vocab_size=300)), config, distributed.mesh())

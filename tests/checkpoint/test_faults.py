@@ -47,7 +47,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> 
 
 
 def train(stage: str, inputs: Path, output_dir: Path, **fields: Any) -> None:
-    """Run a stage for four steps."""
     values = {
         "output_dir": str(output_dir),
         "model_name_or_path": str(inputs / "model"),

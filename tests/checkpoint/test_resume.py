@@ -118,7 +118,6 @@ def kill_in_the_last_step(run: Path) -> None:
 
 
 def difference(run: Path, other: Path) -> float:
-    """The largest difference between exported weights of the same name."""
     a, b = (load_file(path / "model" / "model.safetensors") for path in (run, other))
     return max(float((a[name] - b[name]).abs().max()) for name in a.keys() & b.keys())
 

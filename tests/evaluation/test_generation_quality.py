@@ -103,7 +103,6 @@ def arguments(folder: Path, output_dir: str) -> list[str]:
 
 
 def evaluate_here(argv: list[str]) -> None:
-    """On this rank."""
     evaluate.main(parse(evaluate.EvaluateConfig, argv))
 
 
@@ -117,7 +116,6 @@ def results(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def lines(folder: Path, results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The file as anybody reads it."""
     text = (folder / "one" / "completions.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 

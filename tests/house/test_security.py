@@ -60,7 +60,6 @@ def refusals(
 
 
 def copy_of(source: str, name: str) -> Path:
-    """A new copy of a folder."""
     shutil.rmtree(name, ignore_errors=True)
     return Path(shutil.copytree(source, name))
 

@@ -397,7 +397,6 @@ class Tokens(list[int]):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models, whole and without weights."""
     folder = tmp_path_factory.mktemp("fsdp")
     for name, (family, is_tied) in MODELS.items():
         tiny.causal_lm(family, tie_word_embeddings=is_tied).save_pretrained(folder / name / "whole")

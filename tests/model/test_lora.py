@@ -62,14 +62,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def lora_config(path: str, config: Any = SFTConfig, **fields: Any) -> Any:
-    """Rank 4, scale 2."""
     lengths = {"max_prompt_length": 40, "max_completion_length": 20}
     needed = {"output_dir": "unused", "micro_batch_size": 4, "lora_r": 4, "lora_alpha": 8}
     return config(**(needed | lengths | {"model_name_or_path": path} | fields))
 
 
 def new_policy(path: str, **fields: Any) -> Policy:
-    """The policy that a stage would train."""
     config = lora_config(path, **fields)
     model_config = load.read_model_config(path, "policy", load.load_tokenizer(path, config), config)
     lm = load.load_policy(path, model_config, config, trains=True)
@@ -97,7 +95,6 @@ def logps_of(model: Any, batch: AnyBatch | None = None) -> Tensor:
 
 
 def train(policy: Policy, num_steps: int = 3, **fields: Any) -> Policy:
-    """Visible optimiser steps."""
     config = lora_config("unused", learning_rate=0.02, max_grad_norm=0.0, **fields)
     optimizer = optim.build_optimizer(policy, config)
     for step in range(num_steps):

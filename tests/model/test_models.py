@@ -70,7 +70,6 @@ def update(module: nn.Module, loss: Callable[[], Tensor], config: TrainConfig) -
 
 
 def save_policy(folder: Path, family: str = "gpt2", tokenizer: Any = None, **fields: Any) -> str:
-    """A policy folder by transformers' own means."""
     return tiny.save(tiny.causal_lm(family, **({"vocab_size": 300} | fields)), folder, tokenizer)
 
 

@@ -46,7 +46,6 @@ def inputs(
 
 
 def run(tensors: dict[str, Any], **options: Any) -> TokenStatistics:
-    """The statistics, all of them."""
     return token_statistics(
         tensors["hidden"],
         Head(tensors["weight"], tensors["bias"]),

@@ -123,7 +123,6 @@ def make_pairs() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Runs:
-    """Every job on one rank, then on two."""
     folder = tmp_path_factory.mktemp("dpo")
     tiny.save_stopping_model(folder / "start", tokenizer_folder, seed=1)
     tiny.save_stopping_model(folder / "other", tokenizer_folder, seed=2)
@@ -237,7 +236,6 @@ def test_the_first_loss_is_the_papers_formula(runs, scored, job):
 
 
 def first_rows(num_rows: int) -> list[int]:
-    """The rows of the first batch."""
     order = BatchOrder([1] * num_rows, BATCH)
     return [row for row in order.rows(0) if row is not None]
 

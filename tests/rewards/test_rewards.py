@@ -199,8 +199,6 @@ def scored(functions: dict[str, Any], **columns: Any) -> RewardLog:
 
 
 def noting(*calls: tuple[str, Any], kind: str = "log_metric") -> Any:
-    """A reward function that logs values under names."""
-
     def function(completions: list[str], **columns: Any) -> list[float]:
         for name, value in calls:
             columns[kind](name, value)

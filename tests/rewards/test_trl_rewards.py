@@ -149,7 +149,6 @@ def untrained(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reward_trainer(folder: Path, output_dir: Path) -> RewardTrainer:
-    """TRL's, on the pairs."""
     args = RewardConfig(
         output_dir=str(output_dir),
         per_device_train_batch_size=4,

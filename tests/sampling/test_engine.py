@@ -145,7 +145,6 @@ def test_large_models_are_sent_in_several_requests(stand_in, monkeypatch):
 
 
 def choice(answer: Any, **changes: Any) -> Any:
-    """An answer whose first completion is another."""
     answer["choices"][0].update(changes)
     return answer
 
@@ -254,7 +253,6 @@ GRPO = TASK | {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path) -> str:
-    """The folder of a model with the embedded task's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     torch.manual_seed(0)
     shape = AutoConfig.from_pretrained(tiny_gpt2, vocab_size=len(tokenizer))
@@ -264,7 +262,6 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_f
 
 @pytest.fixture
 def served(model: str) -> Iterator[StandIn]:
-    """A server for models of the same shape."""
     started = StandIn(AutoModelForCausalLM.from_pretrained(model))
     yield started
     started.close()

@@ -85,7 +85,6 @@ STAGES = {
 def runs(
     tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str], process_group: None
 ) -> dict[int, Path]:
-    """The stages on one rank and on two."""
     folder = tmp_path_factory.mktemp("records")
     (folder / "judge.py").write_text(JUDGE)
 

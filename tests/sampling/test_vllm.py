@@ -94,7 +94,6 @@ def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
 
 @contextmanager
 def new_engine(folder: Path, family: str, mode: str, **fields: Any) -> Iterator[EngineSampler]:
-    """A sampler of a random model, and its server."""
     with tiny.process_group():
         lm = tiny.causal_lm(family, **SHAPE)
         lm.save_pretrained(folder / "model")

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def start(folder: Path, **flags: object) -> Script:
-    """Start SFT into `folder/run`."""
     settings = {
         **SHORT_RUN,
         "output_dir": folder / "run",

@@ -346,7 +346,6 @@ def most(phases: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def check(costs: Any, allowed: Any) -> None:
-    """Check that no cost is higher than is allowed."""
     named = zip(costs._fields, costs, allowed, strict=True)
     over = {name: (cost, limit) for name, cost, limit in named if cost > limit}
     assert not over, over

@@ -131,7 +131,6 @@ class Runs:
     seen: dict[tuple[str, str], list[dict[str, Any]]]  # (variant, task) -> one per rank
 
     def lines(self, variant: str, task: str) -> list[dict[str, Any]]:
-        """Lines of the run's metrics."""
         return read_jsonl(self.folder / variant / task / "metrics.jsonl")
 
     def series(self, variant: str, task: str, metric: str, num_steps: int) -> torch.Tensor:

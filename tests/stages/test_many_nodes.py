@@ -59,7 +59,6 @@ class TwoHosts:
     """Two network namespaces, each with an end of a cable; deleted again, with what runs there."""
 
     def __init__(self) -> None:
-        """Name them."""
         tag = uuid.uuid4().hex[:8]
         self.names = (f"sff-{tag}-0", f"sff-{tag}-1")
 
@@ -86,22 +85,18 @@ class TwoHosts:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """End what still runs in the namespaces, and delete them."""
         for name in set(self.names) & set(ip("netns", "list").split()):
             for pid in self.pids(name):
                 os.kill(pid, signal.SIGKILL)
             ip("netns", "del", name)
 
     def pids(self, name: str) -> list[int]:
-        """The processes on a host."""
         return [int(pid) for pid in ip("netns", "pids", name).split()]
 
     def cut(self) -> None:
-        """Take the second host off the network."""
         ip("-n", self.names[1], "link", "set", "eth0", "down")
 
     def mend(self) -> None:
-        """Put the second host back."""
         ip("-n", self.names[1], "link", "set", "eth0", "up")
 
     def start(self, command: Sequence[object], folder: Path) -> list[Script]:
@@ -170,7 +165,6 @@ def flags_of(stage: str, num_replicas: int, output_dir: Path, folder: Path) -> d
 
 
 def weights(run: Path) -> bytes:
-    """The exported model's file."""
     return (run / "model" / "model.safetensors").read_bytes()
 
 

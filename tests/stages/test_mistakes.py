@@ -41,7 +41,6 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Working directory with models, data sets and reward files."""
     with mistakes.working_folder(tmp_path_factory.mktemp("mistakes")) as folder:
         yield folder
 

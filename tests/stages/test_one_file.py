@@ -79,7 +79,6 @@ class Scripts:
     rollouts: dict[str, Any] = field(default_factory=dict)  # by run, and by "step S, row R"
 
     def run(self, name: str) -> list[dict[str, Any]]:
-        """The lines of a run's metrics."""
         if name not in self.rollouts:
             stage = "grpo" if name in VARIANTS else name
             paths = {"model_name_or_path": f"{self.folder}/base"}
@@ -103,7 +102,6 @@ class Scripts:
         return model
 
     def check(self, name: str, log: list[dict[str, float]], *metrics: str, abs: float = 0) -> None:
-        """Compare the metrics of each step of a run with those of the one file."""
         lines = [line for line in self.run(name) if "loss" in line]
         assert len(lines) == len(log) == STEPS
         for metric in ("loss", "grad_norm", *metrics):
@@ -115,7 +113,6 @@ class Scripts:
 def train(
     name: str, model: Any, rows: list[Row], losses: Callable[..., Losses], flags: Flags = FLAGS
 ) -> list[dict[str, float]]:
-    """The metrics of each update of a stage of the one file."""
     flag = COMMON | OF_STAGE[name]
     optimiser = [flag[key] for key in ("learning_rate", "warmup_steps", "adam_beta2")]
     recipe = (NUM_ROWS, flag["batch_size"], STEPS, *optimiser, flag["weight_decay"])
@@ -124,7 +121,6 @@ def train(
 
 
 def new_policy(tokenizer: Any) -> Policy:
-    """The random weights of the scripts."""
     shape = {name: TINY_GPT2[name] for name in TINY_GPT2.keys() - {"model_type", "architectures"}}
     shape |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     torch.manual_seed(noise.derive_seed(0, "model initialisation"))

@@ -109,7 +109,6 @@ def change(file: Path, **fields: Any) -> None:
 
 
 def arguments(stage: str, flags: dict[str, Any]) -> list[str]:
-    """A command line that runs, but for the flags given."""
     values = {**BASE, "dataset_name": DATA.get(stage, "pairs")}
     if stage == "train_grpo":
         values["reward_funcs"] = "rewards.py:lengths"
@@ -142,7 +141,6 @@ class Refusals:
         return 0
 
     def run(self, stage: str, argv: list[str]) -> tuple[int, str]:
-        """Exit status and what is on the standard error."""
         self.capsys.readouterr()
         return self.status(stage, argv), self.capsys.readouterr().err
 

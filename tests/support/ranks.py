@@ -212,7 +212,6 @@ class Script:
         server: int = 0,
         **variables: str,
     ) -> None:
-        """Start it."""
         request = {"command": [*map(str, command)], "torchrun": torchrun, "network": network}
         request |= {"log": str(log), "variables": environment(**variables), "folder": os.getcwd()}
         (self.pid,) = ask(server, [request])
@@ -373,7 +372,6 @@ class ForkOfTorchrun:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Its exit status."""
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -424,12 +422,10 @@ def run_and_listen(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def flag(key: str, value: Any) -> list[str]:
-    """A config field as command-line arguments."""
     return [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
 
 
 def arguments(flags: dict[str, Any]) -> list[str]:
-    """Fields of a config as command-line arguments."""
     return [word for key, value in flags.items() for word in flag(key, value)]
 
 
@@ -506,12 +502,10 @@ def watched() -> Iterator[dict[str, Any]]:
 
 
 def names(dtypes: Any) -> list[str]:
-    """Dtypes as sorted distinct names."""
     return sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -531,7 +525,6 @@ def state_hashes(module: nn.Module) -> dict[str, str]:
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """Hash of a tensor's shape, dtype and bits."""
     data = tensor.cpu().flatten().contiguous()
     head = f"{tuple(tensor.shape)} {tensor.dtype} ".encode()
     return hashlib.sha256(head + data.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -122,7 +122,6 @@ class Operators(TorchDispatchMode):
 
 
 def run_on_data(function: Any, args: Any, kwargs: Any) -> Any:
-    """The results of an operator that is launched."""
     if launches(function):
         inside[-1].kernels[function.overloadpacket.__name__] += 1
     run = ELSEWHERE.get(function, function)
@@ -164,7 +163,6 @@ class FusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any
     ) -> Tensor:
-        """See `scaled_dot_product_attention`."""
         tensors = [query, key, value, *([] if mask is None else [mask])]
         if here := [tensor for tensor in tensors if not isinstance(tensor, SimTensor)]:
             refuse_to_meet("attention", tensors, here)
@@ -178,7 +176,6 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key and value."""
         inside[-1].kernels[f"{ctx.kernel}, backward"] += 1
         grads = torch.autograd.grad(ctx.output, ctx.inputs, data_of(grad))
         return *map(SimTensor, grads), None, None
@@ -246,7 +243,6 @@ class Graph:
         self.overwritten: list[tuple[Tensor, Tensor]] = []  # and what it was
 
     def record(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator; its results."""
         aliases = [about.alias_info for about in function._schema.arguments]
         named = zip(aliases, args, strict=False)
         written = [value for alias, value in named if alias and alias.is_write]
@@ -276,7 +272,6 @@ class Graph:
         self.overwritten.clear()
 
     def replay(self) -> None:
-        """Run the operators."""
         inside[-1].kernels["graph"] += 1
         for run, inputs, results in self.calls:
             outputs = run(*tree_map(lambda x: x.read() if isinstance(x, Address) else x, inputs))
@@ -294,7 +289,6 @@ class Address:
         self.place = tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def read(self) -> Tensor:
-        """The tensor."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None:
             raise RuntimeError(f"a graph reads {self.dtype} {self.place} that was freed")

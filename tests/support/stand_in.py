@@ -63,7 +63,6 @@ class StandIn:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, path: str, body: Any) -> Any:
-        """The answer to a call, None for nothing."""
         self.calls.append(body["method"] if path == "/collective_rpc" else path)
         usual: Any = b""
         if path == "/inference/v1/generate":

@@ -185,7 +185,6 @@ def chatml_tokenizer(eos_token: str = "<|im_end|>", vocab_size: int = 1024) -> A
 
 
 def with_template(of: Any, template: Any) -> Any:
-    """A copy of a tokenizer with another chat template."""
     copied = copy.deepcopy(of)
     copied.chat_template = template
     return copied
@@ -324,7 +323,6 @@ def reward_functions(
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write rows as JSON lines; folders are made."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return file

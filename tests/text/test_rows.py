@@ -51,13 +51,11 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def load_rows(name: str, split: str, kind: str, num_rows: int = 0, **fields: Any) -> list[Any]:
-    """Rows of a run's main data set."""
     config = tiny.train_config(dataset_name=name, **fields)
     return reading.load_rows(config, name, split, kind, num_rows)
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:
-    """The message of load_rows' error."""
     with pytest.raises(UserError) as caught:
         load_rows(*args, **{"kind": "sft", **kwargs})
     tiny.check_sentence(caught.value)

@@ -65,7 +65,6 @@ def tokenizer(*, has_bos: bool = False) -> Any:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """Where the rows are shared."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
     (tmp_path / "shared").mkdir()
     return tmp_path / "shared"

@@ -46,7 +46,6 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def describe(tree: Path, **values: object) -> None:
-    """Write the study's `record.yaml`."""
     entry = {"command": "adder {out}", "keep": ["kept.txt", "printed.md"], "needs": ["data/rows"]}
     file = tree / "assets" / "recipes" / "study" / "record.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +53,6 @@ def describe(tree: Path, **values: object) -> None:
 
 
 def commit(folder: Path) -> str:
-    """Commit everything."""
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
         subprocess.run(["git", "-C", str(folder), *words], check=True)

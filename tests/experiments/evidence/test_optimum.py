@@ -23,7 +23,6 @@ REACHED = 1e-4
 
 @functools.cache
 def end(objective: str, problem: str) -> Tensor:
-    """Probabilities (Y,) at the end of training."""
     return optimum.train(PROBLEMS[problem], OBJECTIVES[objective])
 
 

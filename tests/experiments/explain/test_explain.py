@@ -77,7 +77,6 @@ def page(request: pytest.FixtureRequest, folder: Path) -> Page:
 
 
 def data(text: str) -> Page:
-    """The JSON of a page."""
     return json.loads(DATA.findall(text)[0])
 
 
@@ -165,7 +164,6 @@ def recompute(page: Page, lm: Any, ref: Any) -> dict[str, Any]:
 
 
 def columns(page: Page) -> dict[str, Tensor]:
-    """The page's numbers by level and name."""
     numbers: dict[str, list[float]] = {}
     for level in ("completion", "pair", "prompt", "step"):
         records = [page["step"]] if level == "step" else page[f"{level}s"]
@@ -179,7 +177,6 @@ def columns(page: Page) -> dict[str, Tensor]:
 
 
 def wrong(page: Page, expected: dict[str, Any]) -> list[str]:
-    """Names of the numbers that are not as expected."""
     shown = columns(page)
     assert shown.keys() == expected.keys()
     # The exponential of a sum over tokens, each to 1e-5, is off relatively as the sum is.

@@ -76,7 +76,6 @@ def run_of(
 
 
 def sizes(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
-    """The bytes by column at a moment."""
     (moment,) = (m for m in memory.moments(run.on(num_ranks)) if m.name == name)
     return moment.columns
 
@@ -413,8 +412,6 @@ def test_operations_of_a_step(shapes: Path):
 def planned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[list[str]], str]:
-    """Run the command with some arguments; its output."""
-
     def run(arguments: list[str]) -> str:
         monkeypatch.setattr(sys, "argv", ["experiments.plan", *arguments])
         command.main()

@@ -205,7 +205,6 @@ def save_model(folder: Path) -> None:
 
 
 def run_stage(chain: str, stage: str, **flags: int) -> None:
-    """Run a stage of a recipe for two steps, with further flags."""
     arguments = [f"--{name}={value}" for name, value in (SMALLER[stage] | flags).items()]
     recipe = str(RECIPES / chain / f"{stage}.yaml")
     config = parse(config_class(SCRIPTS[stage]), ["--config", recipe, *arguments])
