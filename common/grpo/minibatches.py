@@ -216,7 +216,7 @@ def advantages(
         kl = kl.masked_fill((selected.flat & is_rounding)[:, None], 0.0)
         objectives = objectives - config.beta * kl
     weights, counted = config.objective_weights(len(objectives)), selected.counted.any(1)
-    function = config.advantage_function
+    function = config.advantage_function  # `objectives.kinds.Advantages`, of a file
     values = function(objectives, weights, counted, distributed.all_reduce_sum)
     if config.baseline == "all":
         values = values.gather(1, selected.indices)  # (N, G)
