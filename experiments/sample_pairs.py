@@ -206,7 +206,6 @@ def choose_pairs(
     if method == "all":
         pairs = torch.combinations(torch.arange(rewards.shape[1])).expand(len(rewards), -1, -1)
         return higher_first(rewards, pairs, is_first)
-    assert num_accepted % 2 == 0, "a tournament's first round pairs all accepted candidates"
     accepted = rejection_sample(
         rewards,
         num_keep=num_accepted,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from common.forward import Policy
 from common.padding import MAKERS, padded_batch
-from common.text.data_report import report
+from common.text.data_report import DataReport
 from common.text.reading import load_examples, load_rows
 from common.text.schemas import COMPLETION_COLUMNS, Row, is_messages
 from common.text.tokenise import tokenize_rows
@@ -93,11 +93,10 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
         max_prompt_length=max_prompt_length,
         max_completion_length=max_completion_length,
         prompt_truncation=truncation,
-        max_dropped_fraction=1.0,
     )
     tokenised = tokenize_rows(rows, tiny.vocabulary([stop_id]), config)
     try:
-        report(tokenised, "train", config, tokenizer)
+        DataReport(tokenised, "train", config, tokenizer).refuse_lossy(1.0)
     except UserError as error:
         tiny.check_sentence(error, f"would lose {len(rows)} of {len(rows)} rows")
         return

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from common import distributed
 from common.config.stages import CommonConfig
 from common.errors import UserError
 from common.text.example import Example
@@ -13,17 +12,6 @@ from common.text.tokenise import TokenisedRow, encode
 PERCENT = (50, 90, 95, 99, 100)  # of a file's prompts and completions, at which lengths are printed
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 SHOWN_CHARACTERS = 60  # of each end of a long text in `marked`
-
-
-def report(rows: Sequence[TokenisedRow], split: str, config: CommonConfig, tokenizer: Any) -> None:
-    """Print what was lost.
-
-    Raises:
-        UserError: Too many rows are dropped, or all.
-    """
-    counts = DataReport(rows, split, config, tokenizer)
-    distributed.print_rank0(counts)
-    counts.refuse_lossy(config.max_dropped_fraction)
 
 
 class DataReport:

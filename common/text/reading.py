@@ -84,7 +84,9 @@ def load_examples(
             else:
                 rows += chat.render(raw, kind, vocabulary.tokenizer, number)
         tokenised = tokenise.tokenize_rows(rows, vocabulary, config)
-        data_report.report(tokenised, split, config, vocabulary.tokenizer)
+        counts = data_report.DataReport(tokenised, split, config, vocabulary.tokenizer)
+        distributed.print_rank0(counts)
+        counts.refuse_lossy(config.max_dropped_fraction)
         return [row.example for row in tokenised if not row.drop_reason]
 
     return _once_per_host(make) if dataset_name and split else []
