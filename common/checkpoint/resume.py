@@ -14,6 +14,8 @@ from common.record import output_lock
 from common.record.run_folder import ENVIRONMENT, digest, inputs_of, read_config, user_files
 from common.shutdown import signals
 
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that `--resume_from_checkpoint` means, None to start at step 0. Collective.
@@ -34,8 +36,8 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     leave_finished(config)
     folders = locked_checkpoints(Path(config.output_dir))
     if wanted not in ("auto", "latest"):
-        if distributed.number_in("TORCHELASTIC_RESTART_COUNT") and has_own(folders, config):
-            wanted = "auto"  # torchrun repeats the command, and the run has saved since
+        if any(map(distributed.number_in, RESTART_COUNTS)) and has_own(folders, config):
+            wanted = "auto"  # the command is repeated, and the run has saved since
         elif wanted in ("", "none"):
             return None
         else:

@@ -273,10 +273,11 @@ def test_a_checkpoint_of_elsewhere_is_not_mixed_with_others(saved: Path, tmp_pat
         find(tmp_path / "used", str(first))
 
 
-def test_a_restart_by_torchrun_goes_on_with_its_own_run_whatever_the_flag_says(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("variable", resume.RESTART_COUNTS)
+def test_a_restart_goes_on_with_its_own_run_whatever_the_flag_says(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv(variable, "1")
     newest, _, oldest = layout.newest_first(saved)
     for wanted in ("none", str(oldest)):
         assert find(saved, wanted) == newest
