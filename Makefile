@@ -2,6 +2,7 @@
 # make test    lint, types, every test
 # make tolerances   every test with each set of CPU instructions: comparisons near their tolerance
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
+# make test-slurm   assets/slurm on a real Slurm of this machine: minutes, as root, Debian's slurm-wlm
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 13 minutes)
 # make quality   the demo's chain by TRL and by the scripts: minutes, and how good it is (2 GB)
 # make conformance   every objective against TRL, verl, OpenRLHF and torchrl, on golden cases (2 GB)
@@ -47,7 +48,7 @@ DEMO := assets/recipes/demo
 RUN = exec env OMP_NUM_THREADS=$(THREADS)
 LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo overoptimization replicate results sweep test tolerances models test-vllm bench quality conformance setup clean
+.PHONY: demo overoptimization replicate results sweep test tolerances models test-vllm test-slurm bench quality conformance setup clean
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
@@ -74,6 +75,9 @@ models: setup
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest tests/sampling/test_vllm.py
+
+test-slurm: setup
+	$(RUN) $(BIN)/python -m pytest -m slurm -rs
 
 replicate: setup
 	$(RUN) $(BIN)/python -m experiments.runs.replicate \

@@ -1,180 +1,178 @@
-"""Claims about `assets/slurm/train.sbatch`, without Slurm: stand-ins for `srun` and `scontrol`.
+"""Claims about `assets/slurm/train.sbatch`: a run is queued again until it is finished.
 
-The `srun` of these tests starts the step twice on this machine, as two hosts. USR1 to every process
-of the step, as Slurm sends it before the time limit, leaves torchrun alive and reaches the training
-processes; a run that has saved and stopped is queued again, one that is finished is not, and
-neither is one that fails without a new checkpoint, or that was cancelled. About
-`assets/slurm/train.sbatch`.
+On a real Slurm of two nodes, by `make test-slurm`: after USR1 before the time limit, and after a
+node was set down, a run ends in the bits of an undisturbed one; one that was cancelled is not
+repeated, although it has saved, nor is one that fails. Stand-ins for `srun` and `scontrol` show
+everywhere which jobs are queued again. About `assets/slurm/train.sbatch`.
 """
 
 import os
-import re
-import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment
+from fault_drill import differences
+from ranks import ROOT, SHORT_RUN, environment, launch, run_stages
+from slurm import call, slurm
 
-JOB = "4711"
 SBATCH = ROOT / "assets" / "slurm" / "train.sbatch"
-SRUN = """#!/bin/bash
-while [[ $1 == -* ]]; do shift; done
-pids=() status=0
-for node in 0 1; do
-    SLURM_NODEID=$node SLURM_NNODES=2 "$@" &
-    pids+=($!)
-done
-for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
-exit "$status"
-"""
-SCONTROL = """#!/bin/bash
-case $1 in
-    show) case $2 in
-        hostnames) printf 'localhost\\nlocalhost\\n' ;;
-        job) echo "JobId=$3 JobName=summarize"; echo "   JobState=$JOB_STATE Reason=None" ;;
-    esac ;;
-    requeue) echo "$2" >> "$(dirname "$0")/requeued" ;;
-esac
-"""
-# In place of a stage: what it does is in the file `plan` of its output_dir.
-STAGE = """
-import os, signal, sys, time
+FLAGS = SHORT_RUN | {
+    "dataset_test_split": "",
+    "num_train_rows": 12,
+    "max_completion_length": 16,
+    "max_steps": 4,
+    "save_steps": 4,
+    "num_generations": 4,
+    "entropy_coef": 0.1,
+}
+# The first start of a job waits for a signal in its third step.
+REWARDS = """
+import os
+import time
 from pathlib import Path
 
-output = Path(sys.argv[sys.argv.index("--output_dir") + 1])
-plan = (output / "plan").read_text()
-assert sys.argv[-2:] == ["--run_name", "two words"], sys.argv
-signals = []
-if plan == "stop":
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "inherited"
-    signal.signal(signal.SIGUSR1, lambda *_: signals.append(1))
-    (output / f"listens_{os.environ['RANK']}_of_{os.environ['WORLD_SIZE']}").touch()
-    deadline = time.monotonic() + 300
-    while not signals and time.monotonic() < deadline:
-        time.sleep(0.05)
-if "finish" in plan:
-    (output / "model").mkdir(exist_ok=True)
-    (output / "model" / "config.json").write_text("{}")
-elif "save" in plan or signals:
-    (output / "checkpoints" / "step_00000001").mkdir(parents=True, exist_ok=True)
-sys.exit(3 if "fail" in plan else 0)
-"""
-# In place of torchrun, where the test is not about it: the script follows --max-restarts and its 0.
-TORCHRUN = """#!/bin/bash
-while [[ $1 != --max-restarts ]]; do shift; done
-shift 2
-exec "$PYTHON" "$@"
-"""
+from common.shutdown import signals
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Holds `bin` with the stand-ins, `stage.py`, and the run's folder `run`."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "run").mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "stage.py").write_text(STAGE)
-    return tmp_path
-
-
-def submit(folder: Path, plan: str, state: str = "RUNNING") -> subprocess.Popen:
-    """Start the job script; Slurm says that the job is in this state."""
-    (folder / "run" / "plan").write_text(plan)
-    path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    variables = {
-        "PATH": os.pathsep.join(path),
-        "PYTHON": sys.executable,
-        "SLURM_JOB_ID": JOB,
-        "JOB_STATE": state,
-        "SLURM_JOB_NODELIST": "localhost,localhost",
-    }
-    script = [str(SBATCH), str(folder / "stage.py"), str(folder / "run"), "--run_name", "two words"]
-    return subprocess.Popen(
-        ["bash", *script], env=environment(**variables), stdout=subprocess.PIPE, text=True
-    )
-
-
-def requeued(folder: Path) -> list[str]:
-    """The jobs that were queued again."""
-    file = folder / "bin" / "requeued"
-    return file.read_text().split() if file.exists() else []
-
-
-def processes_of_step(folder: Path) -> list[int]:
-    """What Slurm would signal: the processes of the step, on both hosts."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (path / "environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended
-            continue
-        ours = any(v.startswith(f"PATH={folder}".encode()) for v in variables)
-        if ours and any(v.startswith(b"SLURM_NODEID=") for v in variables):
-            pids.append(int(path.name))
-    return pids
-
-
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
-def test_usr1_stops_the_training_processes_and_queues_the_job_again(folder: Path) -> None:
-    job = submit(folder, "stop")
-    listening = [folder / "run" / f"listens_{rank}_of_2" for rank in (0, 1)]
-    try:
-        deadline = time.monotonic() + 300
-        while not all(file.exists() for file in listening):
-            assert job.poll() is None, job.communicate()
-            assert time.monotonic() < deadline, "the training processes did not start"
+def letters(completions, trainer_state):
+    is_first = "SLURM_JOB_ID" in os.environ and "SLURM_RESTART_COUNT" not in os.environ
+    if is_first and trainer_state.global_step == 2:
+        Path(__file__).with_name("waiting_" + os.environ["SLURM_JOB_ID"]).touch()
+        while not signals.received():
             time.sleep(0.05)
-        pids = processes_of_step(folder)
-        assert len(pids) == 4  # torchrun and a training process, twice
-        for pid in pids:
-            os.kill(pid, signal.SIGUSR1)
-        output, _ = job.communicate(timeout=300)
-    finally:
-        for pid in [*processes_of_step(folder), job.pid]:
-            if pid != job.pid or job.poll() is None:
-                os.kill(pid, signal.SIGKILL)
-    assert job.returncode == 0, output
-    assert "the run is not finished (status 0): job 4711 is queued again" in output
-    assert requeued(folder) == [JOB]
+    return [float(text.count("e")) for text in completions]
+"""
 
 
-@pytest.mark.parametrize(
-    ("plan", "state", "status", "text"),
-    [
-        ("finish", "RUNNING", 0, ""),
-        ("save", "RUNNING", 0, "not finished (status 0)"),
-        ("save, fail", "RUNNING", 0, "not finished (status 3)"),
-        ("save, fail", "COMPLETING", 0, "not finished (status 3)"),
-        ("save, fail", "CANCELLED", 3, "job 4711 was cancelled"),
-        ("fail", "RUNNING", 3, "status 3 and no new checkpoint: job 4711 is not repeated"),
-        ("nothing", "RUNNING", 1, "status 0 and no new checkpoint: job 4711 is not repeated"),
-    ],
-)
-def test_what_is_queued_again(folder: Path, plan: str, state: str, status: int, text: str) -> None:
-    (folder / "bin" / "torchrun").write_text(TORCHRUN)
-    (folder / "bin" / "torchrun").chmod(0o755)
-    for old in ("model", "checkpoints/step_00000000"):  # of a job before
-        (folder / "run" / old).mkdir(parents=True)
-        os.utime(folder / "run" / old, (0, 0))
-    (folder / "run" / "model" / "config.json").touch()
-    os.utime(folder / "run" / "model" / "config.json", (0, 0))
-    job = submit(folder, plan, state)
-    output, _ = job.communicate(timeout=300)
+class Queue:
+    """A real Slurm for runs of one command, which has been run without it in `folder / "whole"`."""
+
+    def __init__(self, variables: dict[str, str], folder: Path, start: dict[str, str]) -> None:
+        self.variables, self.folder = environment(**variables), folder
+        (folder / "rewards.py").write_text(REWARDS)
+        self.flags = FLAGS | start | {"reward_funcs": f"{folder}/rewards.py:letters"}
+        flags = self.flags | {"output_dir": str(folder / "whole")}
+        launch(run_stages, 2, folder, jobs=[{"stage": "grpo", "flags": flags}])
+
+    def submit(self, name: str, minutes: int = 10, **flags: object) -> str:
+        """Submit a run with the name of its folder; the number of its job."""
+        options = ["--parsable", f"--time={minutes}", f"--output={self.folder / name}.log"]
+        options += ["--gpus-per-node=0", "--cpus-per-task=1"]
+        pairs = (self.flags | flags).items()
+        words = [word for flag, value in pairs for word in (f"--{flag}", str(value))]
+        script = [str(SBATCH), str(ROOT / "train_grpo.py"), str(self.folder / name), *words]
+        return self.ask("sbatch", *options, *script)
+
+    def ask(self, *command: str) -> str:
+        return call(self.variables, *command)
+
+    def show(self, job: str) -> dict[str, str]:
+        """The fields of a job."""
+        words = self.ask("scontrol", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_for_signal(self, job: str) -> None:
+        """Return when the job's run waits for one."""
+        self.wait(job, (self.folder / f"waiting_{job}").exists)
+
+    def end(self, job: str, state: str) -> str:
+        """Wait until a job is in this state; its log."""
+        self.wait(job, lambda: self.show(job)["JobState"] == state)
+        return Path(self.show(job)["StdOut"]).read_text()
+
+    def wait(self, job: str, condition: Callable[[], bool]) -> None:
+        """Wait for five minutes at most."""
+        deadline = time.monotonic() + 300
+        while not condition():
+            shown = self.show(job)
+            assert time.monotonic() < deadline, f"{shown}\n{Path(shown['StdOut']).read_text()}"
+            time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def queue(tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]) -> Iterator[Queue]:
+    folder = tmp_path_factory.mktemp("queue")
+    with slurm(folder) as variables:
+        yield Queue(variables, folder, start_flags)
+
+
+@pytest.mark.slurm
+def test_a_job_at_its_time_limit_saves_and_goes_on_in_the_same_bits(queue: Queue) -> None:
+    # USR1 comes after one minute, or up to 30 s earlier. A job that is started again goes on.
+    job = queue.submit("limit", minutes=6, resume_from_checkpoint="none")
+    log = queue.end(job, "COMPLETED")
+    assert f"the run is not finished (status 0): job {job} is queued again" in log
+    assert "resuming after step 3" in log
+    assert differences(queue.folder / "whole", queue.folder / "limit") == []
+
+
+@pytest.mark.slurm
+def test_a_job_goes_on_in_the_same_bits_when_a_node_was_down(queue: Queue) -> None:
+    job = queue.submit("down", save_steps=1)
+    queue.wait_for_signal(job)
+    queue.ask("scontrol", "update", "NodeName=n2", "State=down", "Reason=test")
+    queue.end(job, "PENDING")
+    queue.ask("scontrol", "update", "NodeName=n2", "State=resume")
+    assert "resuming after step" in queue.end(job, "COMPLETED")
+    assert differences(queue.folder / "whole", queue.folder / "down") == []
+
+
+@pytest.mark.slurm
+def test_a_cancelled_job_is_not_queued_again(queue: Queue) -> None:
+    job = queue.submit("cancelled")
+    queue.wait_for_signal(job)
+    queue.ask("scancel", job)
+    log = queue.end(job, "CANCELLED")
+    assert "stopped after step 3 by SIGTERM" in log
+    assert queue.ask("squeue", "--noheader") == ""
+
+
+@pytest.mark.slurm
+def test_a_job_that_fails_is_not_queued_again(queue: Queue) -> None:
+    job = queue.submit("failed", reward_funcs="no_such_function")
+    log = queue.end(job, "FAILED")
+    assert f"no new checkpoint: job {job} is not repeated" in log
+    assert queue.show(job)["Restarts"] == "0"
+
+
+# ---- without Slurm -------------------------------------------------------------------------------
+
+STAND_INS = {
+    "srun": '#!/bin/bash\ncd run && eval "$PLAN"\n',
+    "scontrol": '#!/bin/bash\n[ "$*" != "requeue 4711" ] || touch queued_again\n',
+}
+SAVE = "mkdir -p checkpoints/step_00000001"
+FINISH = "echo '  \"finished\": true' > environment.json"
+CASES = [  # what a run does, the status of its job, and a part of its output
+    (FINISH, 0, ""),
+    (f"{SAVE}; {FINISH}", 0, ""),
+    (SAVE, 0, "not finished (status 0)"),
+    (f"{SAVE}; exit 3", 0, "not finished (status 3)"),
+    (f"{SAVE}.partial/x1; exit 3", 3, "status 3 and no new checkpoint: job 4711 is not repeated"),
+    ("exit 0", 1, "status 0 and no new checkpoint: job 4711 is not repeated"),
+]
+
+
+@pytest.mark.parametrize(("plan", "status", "text"), CASES)
+def test_what_is_queued_again(tmp_path: Path, plan: str, status: int, text: str) -> None:
+    for name, script in STAND_INS.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    old = tmp_path / "run/checkpoints/step_00000000"
+    old.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PLAN": plan}
+    variables |= {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "localhost"}
+    job = subprocess.run(
+        ["bash", str(SBATCH), "train_sft.py", "run"],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     assert job.returncode == status
-    assert requeued(folder) == ([JOB] if "not finished" in text else [])
-    assert text in output
-
-
-def test_slurm_is_asked_for_what_the_comments_say() -> None:
-    text = SBATCH.read_text()
-    directives = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
-    assert directives["signal"] == "USR1@300"  # not B:, which is for the batch script alone
-    assert directives["ntasks-per-node"] == "1"  # torchrun starts the processes of a host
-    assert "requeue" in directives
-    assert text.index("#SBATCH --output") < text.index("set -uo")  # Slurm reads up to a command
-    assert subprocess.run(["bash", "-n", str(SBATCH)], check=False).returncode == 0
+    assert text in job.stdout
+    assert (tmp_path / "queued_again").exists() == ("not finished" in text)

@@ -86,7 +86,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         )
     try:
         deadline = time.monotonic() + 60
-        while output_of(variables, "sinfo", "-h", "-t", "idle", "-o", "%D") != "2":
+        while not is_ready(variables):
             has_time = daemons.poll() is None and time.monotonic() < deadline
             assert has_time, f"Slurm does not start: {(folder / 'log').read_text()[-6000:]}"
             time.sleep(0.2)
@@ -96,9 +96,18 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         daemons.communicate()
 
 
-def output_of(variables: dict[str, str], *command: str) -> str:
+def is_ready(variables: dict[str, str]) -> bool:
+    """Whether jobs can start on both nodes."""
+    try:
+        return call(variables, "sinfo", "-h", "-t", "idle", "-o", "%D") == "2"
+    except AssertionError:  # the controller does not answer yet
+        return False
+
+
+def call(variables: dict[str, str], *command: str) -> str:
     """Output of a command of Slurm."""
     result = subprocess.run(
         command, env=os.environ | variables, capture_output=True, text=True, check=False
     )
+    assert result.returncode == 0, f"{' '.join(command)}: {result.stderr}"
     return result.stdout.strip()
