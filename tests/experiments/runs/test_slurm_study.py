@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from ranks import ROOT, environment
-from slurm import output_of, slurm
+from slurm import call, slurm
 
 pytestmark = pytest.mark.slurm
 SCRIPT = """
@@ -76,7 +76,7 @@ def test_a_study_survives_its_driver_a_node_and_the_time_limit(tmp_path, cluster
 
     def jobs() -> dict[str, list[str]]:
         """Number, state and node of each job, by its run."""
-        rows = output_of(cluster, "squeue", "-h", "-o", "%j %i %T %N").splitlines()
+        rows = call(cluster, "squeue", "-h", "-o", "%j %i %T %N").splitlines()
         return {row.split("-")[0]: row.split()[1:] for row in rows}
 
     def wait_for(condition: Callable[[], Any]) -> None:
@@ -96,15 +96,15 @@ def test_a_study_survives_its_driver_a_node_and_the_time_limit(tmp_path, cluster
     driver.wait()
     driver = subprocess.Popen(words, env=cluster)
     # As before the time limit: the run saves; the job is queued again
-    output_of(cluster, "scancel", "--signal=USR1", before["first_0"][0])
+    call(cluster, "scancel", "--signal=USR1", before["first_0"][0])
     wait_for(lambda: len(lines("first_0")) == 2)
     number, _, node = jobs()["first_0"]
     assert number == before["first_0"][0]
-    output_of(cluster, "scontrol", "update", f"NodeName={node}", "State=down", "Reason=test")
+    call(cluster, "scontrol", "update", f"NodeName={node}", "State=down", "Reason=test")
     wait_for(lambda: len(lines("first_0")) == 3)
     assert jobs()["first_0"][0] == number
     assert jobs()["first_0"][2] != node
-    output_of(cluster, "scontrol", "update", f"NodeName={node}", "State=resume")
+    call(cluster, "scontrol", "update", f"NodeName={node}", "State=resume")
     assert driver.wait(240) == 1  # third_1 fails
     begun = [int(line.split()[-1]) for line in lines("first_0")[:3]]
     assert 0 == begun[0] < begun[1] <= begun[2] < 60, "it goes on where it was"
@@ -128,7 +128,7 @@ def test_a_driver_that_is_asked_to_end_cancels_its_jobs(tmp_path, cluster):
     driver.terminate()
     assert driver.wait(60) == 128 + signal.SIGTERM
     deadline = time.monotonic() + 60
-    while output_of(cluster, "squeue", "-h"):
+    while call(cluster, "squeue", "-h"):
         assert time.monotonic() < deadline
         time.sleep(0.2)
     log = (tmp_path / "first_0" / "stage.log").read_text()
