@@ -53,9 +53,9 @@ class Screen:
         if not self.is_live:
             print(f"{folder}: {state} ({self.line()})", flush=True)
 
-    def number_of(self, state: str) -> int:
-        """The number of runs in a state."""
-        return list(self.states.values()).count(state)
+    def those(self, state: str) -> list[Path]:
+        """The runs in a state."""
+        return [folder for folder, other in self.states.items() if other == state]
 
     def line(self) -> str:
         """Counts and times. A run takes as long as those of its kind, or as all, on average."""
@@ -80,7 +80,7 @@ class Screen:
 
         table = Table(box=None, show_header=False)
         for shown in ("failed", "running"):
-            for folder in [folder for folder, state in self.states.items() if state == shown]:
+            for folder in self.those(shown):
                 steps = [line["step"] for line in read_metrics(folder) if "step" in line]
                 table.add_row(str(folder), shown, f"step {steps[-1]}" if steps else "")
         return Group(self.line(), table)

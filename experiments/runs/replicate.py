@@ -249,8 +249,10 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
             flags |= {"seeds": [seed], "num_processes": config.num_processes}
         output_dir = Path(flags.pop("output_dir", f"{config.output_dir}/seed_{seed}/{name}"))
         patch = Path(patches[name]) if name in patches else None
-        about = (script, output_dir, folder / f"{name}.yaml", flags, patch)
-        stages[name] = Stage(*about, config.num_processes)
+        recipe_file, processes = folder / f"{name}.yaml", config.num_processes
+        stages[name] = Stage(
+            script, output_dir, recipe_file, flags, patch=patch, num_processes=processes
+        )
     return stages
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from common.checkpoint.layout import describe
 from common.config.parser import parse
@@ -105,7 +105,11 @@ def held(file: Path) -> Iterator[None]:
     """Wait for a lock and hold it; on a file system without locks nothing is locked."""
     lock = FileLock(file, fallback_to_soft=False)
     try:
-        lock.acquire()
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            print(f"{file.parent}: waits for another process that writes there", flush=True)
+            lock.acquire()
     except OSError as error:
         if error.errno not in output_lock.NO_LOCKS:
             raise
@@ -250,6 +254,8 @@ def exit_with_status(main: Callable[[], None]) -> None:
             signal.signal(asked, lambda number, _: sys.exit(128 + number))
     try:
         run_command(main)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except StageFailed as failure:
         print(f"\n{failure}", file=sys.stderr)
         sys.exit(1)

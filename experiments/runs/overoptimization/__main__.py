@@ -45,7 +45,7 @@ def main(config: OveroptimizationConfig) -> None:
     distributed.start(config.ddp_timeout)
     output_dir = Path(config.output_dir)
     run_folder.save_run_files(output_dir, config, config.num_processes)
-    if config.is_apart:
+    if config.executor == "slurm" or (config.is_apart and len(config.seeds) > 1):
         run_all([seed_task(config, seed) for seed in config.seeds], config, output_dir)
     seeds = [run_seed(config, seed) for seed in config.seeds]  # what was made is only read
     results = {"settings": config.settings, **summarise(seeds, config.best_of)}

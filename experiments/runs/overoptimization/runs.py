@@ -3,7 +3,7 @@
 import gc
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from common.record.jsonl import json_line, write_atomically
 from common.record.run_folder import input_digests
 from common.text.reading import load_rows
 from experiments.runs import stages
+from experiments.runs.engine import run_stages
 from experiments.runs.executors import Task
 from experiments.runs.overoptimization.config import OveroptimizationConfig
 from experiments.runs.overoptimization.measuring import Measured, Measurer
@@ -58,26 +59,33 @@ def run_seed(config: OveroptimizationConfig, seed: int) -> SeedPoints:
 def seed_task(config: OveroptimizationConfig, seed: int) -> Task:
     """The runs of a seed and their measurements, as one run."""
     folder = Path(config.output_dir) / f"seed_{seed}"
-    made_by = partial(seed_made_by, config, seed)
-    return Task(folder, "seed", partial(run_apart, config, seed), made_by)
+    return Task(
+        folder=folder,
+        kind="seed",
+        make=partial(run_apart, config, seed),
+        made_by=partial(seed_made_by, config, seed),
+        num_processes=config.num_processes,
+    )
 
 
 def seed_made_by(config: OveroptimizationConfig, seed: int) -> dict[str, Any]:
     """What a seed's measurements depend on, ready for JSON."""
-    settings = config.settings | {"seeds": [seed]}
+    changing = {f.name for f in fields(config) if not f.metadata["may_change"]}
+    settings = {name: value for name, value in asdict(config).items() if name in changing}
+    settings |= {"seeds": [seed]}
     return {"settings": settings, "inputs": input_digests(map(str, settings.values()))}
 
 
 def run_apart(config: OveroptimizationConfig, seed: int) -> None:
-    """Run a seed in a process of its own."""
+    """Run a seed in a process of its own, with its runs in turn."""
     distributed.start(config.ddp_timeout)
-    run_seed(config, seed)
+    run_seed(replace(config, parallel=0, executor="local"), seed)
     stages.write_mark(Path(config.output_dir) / f"seed_{seed}", seed_made_by(config, seed))
     leave()
 
 
 class Chain:
-    """One seed's stages, each a child process, and this process's measurements."""
+    """One seed's stages, each a child process or a job, and this process's measurements."""
 
     def __init__(self, config: OveroptimizationConfig, seed: int) -> None:
         """Make the SFT policy and the proxy reward model, unless they are given."""
@@ -97,43 +105,55 @@ class Chain:
         return self.make("reward", "proxy", config.reward_recipe, "proxy_pairs.jsonl")
 
     def make(self, stage: str, name: str, recipe: str, rows: str = "", **flags: Any) -> Path:
-        """Make a run of a stage, unless it is there; returns the folder of its model.
+        """Make a run of a stage, unless it is there; returns the folder of its model."""
+        run = self.stage(stage, name, recipe, rows, **flags)
+        stages.run(run)
+        return run.output_dir / MODEL
 
-        With `rows`, a file in the seed's folder, it trains the SFT policy on them.
-        """
+    def stage(self, stage: str, name: str, recipe: str, rows: str = "", **flags: Any) -> Stage:
+        """A run of a stage; with `rows`, a file in the seed's folder, of the SFT policy on them."""
         flags["seed"] = self.config.seed
         if self.config.bf16:
             flags["bf16"] = True
         if rows:
             flags |= {"dataset_name": self.folder / rows, "dataset_test_split": ""}
             flags |= {"eval_steps": 0, "num_eval_rows": 0, "model_name_or_path": self.sft}
-        processes = self.config.num_processes
-        run = Stage(f"train_{stage}.py", self.folder / name, Path(recipe), flags, None, processes)
-        stages.run(run)
-        return run.output_dir / MODEL
+        script, processes = f"train_{stage}.py", self.config.num_processes
+        output_dir = self.folder / name
+        return Stage(script, output_dir, Path(recipe), flags, num_processes=processes)
 
     def policies(self) -> dict[str, dict[float, Path]]:
         """The policies of each method, by n, beta or step."""
         config = self.config
-        policies: dict[str, dict[float, Path]] = {"rejection": {}, "dpo": {}}
+        runs: dict[str, dict[float, Stage]] = {"rejection": {}, "dpo": {}}
         if config.rejection_recipe or config.dpo_recipe:
             self.write_rows(self.folder / "optimised")
         if recipe := config.rejection_recipe:
             for n in config.rejection_sizes:
                 rows = f"optimised/best_of_{n}.jsonl"
-                policies["rejection"][n] = self.make("sft", f"rejection_{n}", recipe, rows)
+                runs["rejection"][n] = self.stage("sft", f"rejection_{n}", recipe, rows)
         if recipe := config.dpo_recipe:
             for beta in config.dpo_betas:
                 name, rows = f"dpo_{beta:g}", "optimised/pairs.jsonl"
-                policies["dpo"][beta] = self.make("dpo", name, recipe, rows, beta=beta)
+                runs["dpo"][beta] = self.stage("dpo", name, recipe, rows, beta=beta)
+        grpo = {}
         for variant in config.grpo_variants or [""] if config.grpo_recipe else ():
             name = "_".join(["grpo", *variant.split()])
             fixed: dict[str, Any] = {"model_name_or_path": self.sft, "reward_funcs": [self.proxy]}
             fixed |= {"missing_eos_penalty": config.missing_eos_penalty, "keep_last": 0}
             flags = dict(text.split("=", 1) for text in variant.split())
-            model = self.make("grpo", name, config.grpo_recipe, **fixed, **flags)
-            checkpoints = reversed(layout.newest_first(model.parent))
-            policies[f"grpo {variant}".strip()] = {layout.step_of(p): p for p in checkpoints}
+            method = f"grpo {variant}".strip()
+            grpo[method] = self.stage("grpo", name, config.grpo_recipe, **fixed, **flags)
+        every = [run for by_setting in runs.values() for run in by_setting.values()]
+        if every := [*every, *grpo.values()]:
+            run_stages(every, config, self.folder)
+        policies: dict[str, dict[float, Path]] = {
+            method: {setting: run.output_dir / MODEL for setting, run in by_setting.items()}
+            for method, by_setting in runs.items()
+        }
+        for method, run in grpo.items():
+            checkpoints = reversed(layout.newest_first(run.output_dir))
+            policies[method] = {layout.step_of(path): path for path in checkpoints}
         return policies
 
     def write_rows(self, folder: Path) -> None:

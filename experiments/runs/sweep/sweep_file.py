@@ -99,9 +99,14 @@ class Sweep:
         for variant in self.variants:
             base = self.base[variant.stage]
             flags = {"seed": seed, **filled_in({**base.flags, **variant.flags}, folders)}
-            patch = Path(variant.patch) if variant.patch else None
-            about = (base.script, self.folder(seed, variant), Path(base.config), flags, patch)
-            yield Stage(*about, variant.num_processes)
+            yield Stage(
+                script=base.script,
+                output_dir=self.folder(seed, variant),
+                config=Path(base.config),
+                flags=flags,
+                patch=Path(variant.patch) if variant.patch else None,
+                num_processes=variant.num_processes,
+            )
 
     def evaluations(self, seed: int) -> Iterator[Stage]:
         """The two runs of evaluate.py that judge a seed: of policies, and of reward models."""

@@ -110,13 +110,13 @@ def test_a_failure_holds_back_what_builds_on_it_and_no_others(tmp_path, parallel
     bad = stage(tmp_path, "bad", mode="refuse")
     child = stage(tmp_path, "child", model=f"{bad.output_dir}/model")
     other = stage(tmp_path, "other")
-    with pytest.raises(UserError, match=r"(?s)bad: --mode is refuse.*build on what failed: 1 runs"):
+    with pytest.raises(UserError, match=r"bad: --mode is refuse.* Not made, since .*/child\."):
         run_stages([bad, child, other], EngineFlags(parallel=parallel), tmp_path)
     assert [is_finished(run) for run in (bad, child, other)] == [False, False, True]
     mended = [replace(bad, flags={}), child, other]
     run_stages(mended, EngineFlags(parallel=parallel), tmp_path)
     assert lines(tmp_path).count("other begins") == 1
-    assert not (bad.output_dir / "failed.txt").exists()
+    assert not (bad.output_dir / "failed.json").exists()
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
@@ -147,13 +147,14 @@ def test_each_of_several_runs_has_its_gpus_and_its_share_of_the_cores(monkeypatc
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,4,7")
-    shares = [executors.share(slot, 2, 2) for slot in (0, 1)]
+    shares = [executors.share(first, 2, 2) for first in (0, 2)]
     assert [s["CUDA_VISIBLE_DEVICES"] for s in shares] == ["0,1", "4,7"]
     assert {s["OMP_NUM_THREADS"] for s in shares} == {"2"}
-    many = [executors.share(slot, 8, 1)["CUDA_VISIBLE_DEVICES"] for slot in range(8)]
+    assert executors.share(2, 1, 2)["CUDA_VISIBLE_DEVICES"] == "4", "beside a run on the first two"
+    many = [executors.share(slot, 1, 8)["CUDA_VISIBLE_DEVICES"] for slot in range(8)]
     assert many == ["0", "1", "4", "7"] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert executors.share(0, 8, 1)["OMP_NUM_THREADS"] == "3"
+    assert executors.share(0, 1, 8)["OMP_NUM_THREADS"] == "3"
 
 
 def test_the_screen_of_a_terminal_has_the_counts_and_the_runs_with_their_steps(tmp_path):
@@ -173,21 +174,47 @@ def test_the_screen_of_a_terminal_has_the_counts_and_the_runs_with_their_steps(t
     ]
 
 
-def test_a_run_that_saved_nothing_is_not_queued_again(tmp_path):
-    """What submitit calls before the time limit."""
-    apart = Apart(Task(tmp_path, "train", print, dict))
-    apart.before = apart.saved()
-    with pytest.raises(StageFailed, match="before anything was saved; give it more"):
-        apart.checkpoint()
-    (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
-    assert apart.checkpoint().function is apart
+@pytest.mark.parametrize("saves", [True, False])
+def test_before_the_time_limit_a_job_that_has_saved_is_queued_again(tmp_path, monkeypatch, saves):
+    asked: list[list[str]] = []
+    monkeypatch.setattr(executors.subprocess, "run", lambda words, check: asked.append(words))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def make() -> None:
+        if saves:
+            (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(60)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        Apart(Task(tmp_path, "train", make, dict))()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert asked == ([["scontrol", "requeue", "7"]] if saves else [])
+    assert (tmp_path / "failed.json").exists() != saves
+    if not saves:
+        error = executors.failure_of(tmp_path, tmp_path)
+        assert str(error).endswith("before anything was saved; give it more --slurm_minutes.")
+
+
+def test_what_fails_unexpectedly_leaves_its_traceback(tmp_path):
+    def make() -> None:
+        raise KeyError("weights")
+
+    executors.attempt(Task(tmp_path, "train", make, dict))
+    error = executors.failure_of(tmp_path, tmp_path)
+    assert isinstance(error, StageFailed)
+    assert "test_many_runs.py" in str(error)
+    (tmp_path / "failed.json").unlink()
+    assert "last words are in 7.out or " in str(executors.failure_of(tmp_path, Path("7.out")))
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--parallel", "0"], "--parallel is 0; it must be above 0"),
-        (["--executor", "slurm", "--parallel", "2"], "Slurm decides how many jobs run at once"),
+        (["--parallel", "-1"], "--parallel is -1; it must be at least 0"),
         (["--slurm_options", "exclusive"], "'exclusive'; it must be NAME=VALUE"),
     ],
 )

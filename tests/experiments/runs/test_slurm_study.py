@@ -1,7 +1,7 @@
 """Claim: by real Slurm a study of six runs comes to its end, whatever is ended in between.
 
 Its driver is killed and started again, a node is set down, a run is stopped as before the time
-limit, another one fails. About `experiments.runs.engine` and `experiments.runs.executors`.
+limit, another one fails. About `experiments.runs.slurm` and `experiments.runs.engine`.
 """
 
 import signal
@@ -111,7 +111,7 @@ def test_a_study_survives_its_driver_a_node_and_the_time_limit(tmp_path, cluster
     runs = [f"{name}_{seed}" for name in ("first", "second", "third") for seed in (0, 1)]
     assert [lines(run)[-1] for run in runs] == ["ends at 60", *["ends at 10"] * 4, "begins at 0"]
     assert [len(lines(run)) for run in runs] == [4, 2, 2, 2, 2, 1], "no other run was made twice"
-    assert "as asked" in (tmp_path / "third_1" / "failed.txt").read_text()
+    assert "as asked" in (tmp_path / "third_1" / "failed.json").read_text()
     (tmp_path / "mended").touch()
     again = subprocess.run(words, env=cluster, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stdout + again.stderr
