@@ -15,8 +15,8 @@
 # make clean   removes .venv and output
 #
 # PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,
-# THREADS=2 threads of each on a CPU, FLAGS="--seeds 0 1" further flags of replicate, sweep or
-# overoptimization, BENCH_MODEL=gpt2-small the model of `make bench`, BENCH_FLAGS="--stages sft dpo"
+# THREADS=2 threads of each on a CPU, FLAGS="--seeds 0 1 --parallel 2" further flags of replicate,
+# sweep or overoptimization, BENCH_MODEL=gpt2-small the model of `make bench`, BENCH_FLAGS="--stages sft dpo"
 # its flags.
 
 PYTHON ?= python3

@@ -25,7 +25,7 @@ from experiments.runs.stages import LOG, StageFailed, read_mark
 
 JOBS = "jobs"  # in a study's folder: submitit's files
 FAILED = "failed.json"  # in a run's folder: why it is not finished
-STOP_SIGNAL = "USR1"  # Slurm sends it before the time limit
+STOP_SIGNAL = signal.SIGUSR1  # Slurm is asked to send it before the time limit
 PAUSE = 0.5  # seconds between two looks at what runs
 NO_LIMIT = 10**6  # minutes of a process on this host
 
@@ -163,7 +163,7 @@ class Apart:
         if threads := self.variables.get("OMP_NUM_THREADS"):
             torch.set_num_threads(int(threads))
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        signal.signal(getattr(signal, f"SIG{STOP_SIGNAL}"), self.stop)
+        signal.signal(STOP_SIGNAL, self.stop)
         before = self.saved()
         try:
             with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
@@ -177,7 +177,7 @@ class Apart:
 
     def stop(self, *_: object) -> None:
         """End the run; a second warning changes nothing."""
-        signal.signal(getattr(signal, f"SIG{STOP_SIGNAL}"), signal.SIG_IGN)
+        signal.signal(STOP_SIGNAL, signal.SIG_IGN)
         raise TimeLimit
 
     def saved(self) -> set[Path]:
@@ -192,7 +192,7 @@ def import_submitit() -> Any:
     Raises:
         UserError: it is not installed.
     """
-    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = STOP_SIGNAL
+    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = STOP_SIGNAL.name.removeprefix("SIG")
     try:
         import submitit
     except ImportError:
