@@ -98,8 +98,9 @@ def main(config: DPOConfig) -> None:
     # Loop
     for step in run.steps(evaluate, show_samples):
         batches = run.prefetched(
-            lambda step: data.micro_batches(train_set, order.rows(step), config, vocabulary)
+            step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )
+        # Of all ranks, whose gradients are summed
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
         batch_losses = []  # one of each micro-batch
         for batch in run.micro_batches(batches):

@@ -49,7 +49,10 @@ class Policy(nn.Module):
         with_hidden: bool = False,  # for `ReferenceStates`
         reference: ReferenceStates | None = None,  # of this batch, for the KL to it
     ) -> CompletionScores:
-        """Log-probability of every completion token given the tokens before it."""
+        """Log-probability of every completion token given the tokens before it.
+
+        `batch.layout` says which tokens see which; the result does not depend on it.
+        """
         from common.model.shared_prefix import last_hidden_states
 
         if isinstance(batch, PaddedBatch):

@@ -362,4 +362,4 @@ MAKERS: dict[str, Callable[..., AnyBatch]] = {
     "padded": padded_batch,
     "shared_prefix": shared_prefix_batch,
 }
-"""Functions that make a batch, by layout."""
+"""Functions that make a batch, by layout; `shared_prefix` is the default."""

@@ -92,14 +92,14 @@ class Run:
                 self.checkpointer.save_after(error, step, num_hooks)
             raise
 
-    def prefetched(self, make: Callable[[int], list[AnyBatch]]) -> list[AnyBatch]:
-        """The micro-batches that `make` makes of the current step. Collective.
+    def prefetched(self, step: int, make: Callable[[int], list[AnyBatch]]) -> list[AnyBatch]:
+        """The micro-batches that `make` makes of a step of `steps`. Collective.
 
         Those of the next step are made when all of a step's are given to the device, which computes
         meanwhile.
         """
         self.make_batches = make
-        return self.made_ahead.pop(self.step, None) or make(self.step)
+        return self.made_ahead.pop(step, None) or make(step)
 
     def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """An update's micro-batches, one by one, within a step of `steps`. Collective.

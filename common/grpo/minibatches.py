@@ -39,7 +39,10 @@ LOGP_ROUNDING = {"float32": 2.0**-15, "bfloat16": 2.0**-3}
 
 
 class Denominators(NamedTuple):
-    """The counts that an update's losses are divided by: over all ranks, float32 on the device."""
+    """The counts that an update's losses are divided by, float32 on the device.
+
+    They are of all ranks, whose gradients are summed.
+    """
 
     num_sequences: Tensor  # completions that count
     num_tokens: Tensor  # of them; with the aggregation `prompt` (B,), those of each row's prompt

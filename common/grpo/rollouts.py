@@ -93,7 +93,7 @@ def reward(
     """
     scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
-    eos = eos_penalty(config)
+    eos = eos_penalty(config)  # in the place of a reward
     rewards = apply_missing_eos_penalty(rewards, rollouts.has_stop.view(rewards.shape), eos)
     if steps:
         refuse_with_steps(config)

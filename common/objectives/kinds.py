@@ -14,7 +14,10 @@ from common.objectives.find import Function, Objective
 
 
 def call(function: Function, values: Mapping[str, Any]) -> Any:
-    """Call the function of an objective's file with those of the values that it names."""
+    """Call the function of an objective's file with those of the values that it names.
+
+    Its settings are flags, as beta, and `objective_args`.
+    """
     inputs = {name: values[name] for name in function.inputs}
     return function.function(**inputs, **function.settings)
 

@@ -55,7 +55,7 @@ class PairReference:
         config, vocabulary, order = self.config, self.vocabulary, self.order
         self_checks.only_tokens_matter(model, config)
 
-        def score_examples(examples: Sequence[Example]) -> Tensor:
+        def scored(examples: Sequence[Example]) -> Tensor:
             return scoring.score_examples(model, examples, config, vocabulary, "reference")
 
         def kept(
@@ -67,13 +67,11 @@ class PairReference:
             file = Path(config.output_dir) / REFERENCE_LOGPS.format(name)
             return kept_logps(file, compute, rows, scores_key(examples, first), is_resumed)
 
-        self.first = first = score_examples(self.train_set[:1])
+        self.first = first = scored(self.train_set[:1])
         self.shown = token_records.token_logps(model, shown, config, vocabulary)
         if self.eval_set:
             rows: Sequence[int] = range(len(self.eval_set))
-            self.held_out = kept(
-                "held_out", self.eval_set, rows, lambda: score_examples(self.eval_set)
-            )
+            self.held_out = kept("held_out", self.eval_set, rows, lambda: scored(self.eval_set))
         rows = order.rows_until(order.total_steps(config))
         logps = kept("train", self.train_set, rows, lambda: self.training_logps(model))
         # A filler stands for row 0, which may be none of the rows.

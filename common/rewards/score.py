@@ -230,7 +230,9 @@ class RewardFunctions:
     ) -> Rewards:
         """Rewards of K completions of each of N prompts. Collective if a reward model takes part.
 
-        The `trainer_state` of the functions says that `step` of `total_steps` steps are done.
+        A function is called once, with copies of the N*K rows and the arguments that it names;
+        prompts are as the policy gets them, cut where they were too long. Its `trainer_state` says
+        that `step` of `total_steps` steps are done.
 
         Returns:
             Rewards with `total` and `by_function` (N, K), float32 on the host; N*K `steps`.

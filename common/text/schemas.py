@@ -64,8 +64,8 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
     """Bring rows to one schema: what completions share is in `prompt` and nowhere else.
 
     A column `messages` is prompt and completion in one (TRL's conversational language modelling).
-    A row with a blank cell becomes one of texts, one of them empty, which is dropped and counted
-    later. Messages call the split `label`.
+    A row with a blank cell becomes one of texts, one of them empty, which `tokenise` marks and
+    `load_examples` drops. Messages call the split `label`.
 
     Raises:
         UserError: A row has another schema; names the row, counted from 1, and the column.

@@ -4,9 +4,9 @@
 `--parallel 4` in as many processes of this host, each with its own GPUs or share of the cores; with
 `--executor slurm` in jobs (`executors.py`, `slurm.py`).
 
-Whether a run is finished is told by the mark in its folder (`stages.py`), and which jobs are in
-Slurm's queue by Slurm. So a driver that was killed is started again by the same command: it waits
-for the processes and the jobs that it had left, and starts none twice.
+The mark in its folder says whether a run is finished (`stages.py`), and Slurm says which jobs are
+in its queue. So a driver that was killed is started again by the same command: it waits for the
+processes and the jobs that it had left, and starts none twice.
 """
 
 import os

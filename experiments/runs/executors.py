@@ -1,7 +1,7 @@
 """Runs as tasks, and two executors of them: this process, and processes of this host.
 
-submitit starts processes; `slurm.py` has a third executor, of jobs. Whether a run has succeeded is
-told by its mark alone.
+submitit starts processes; `slurm.py` has a third executor, of jobs. The mark of a run alone says
+whether it has succeeded.
 """
 
 import json
@@ -32,7 +32,7 @@ NO_LIMIT = 10**6  # minutes of a process on this host
 
 @dataclass
 class EngineFlags:
-    """How many runs at once, and where."""
+    """The number of runs at once, and their place."""
 
     _engine: ClassVar = "many runs at once"
     parallel: int = free_flag(0, "runs at once (0: on this host one, by Slurm all that are ready)")
@@ -77,7 +77,7 @@ class Job(Protocol):
 
     @property
     def log(self) -> Path:
-        """What its process said outside of the run."""
+        """The output of its process outside of the run."""
 
     def state(self) -> str:
         """`queued`, `running` or `ended`, finished or not."""
@@ -146,7 +146,7 @@ class TimeLimit(BaseException):
 
 @dataclass
 class Apart:
-    """A run in a process of its own: what submitit pickles and calls there."""
+    """A run in another process: submitit pickles this, and calls it there."""
 
     task: Task
     variables: Mapping[str, str] = field(default_factory=dict)  # of the environment
@@ -181,13 +181,13 @@ class Apart:
         raise TimeLimit
 
     def saved(self) -> set[Path]:
-        """What a run that is started again goes on from."""
+        """The files that a run goes on from when it is started again."""
         names = ("checkpoints/step_*", "measured/*.json", MARK)
         return {path for name in names for path in self.task.folder.rglob(name)}
 
 
 def import_submitit() -> Any:
-    """The package, told which signal Slurm is to send before a time limit.
+    """Import the package, which asks Slurm for `STOP_SIGNAL` before a time limit.
 
     Raises:
         UserError: it is not installed.
@@ -246,7 +246,7 @@ class Process:
 
     @property
     def log(self) -> Path:
-        """What submitit and Python said."""
+        """The output of submitit and Python."""
         return Path(self.submitted.paths.stdout)
 
     def state(self) -> str:

@@ -69,7 +69,7 @@ def seed_task(config: OveroptimizationConfig, seed: int) -> Task:
 
 
 def seed_made_by(config: OveroptimizationConfig, seed: int) -> dict[str, Any]:
-    """What a seed's measurements depend on, ready for JSON."""
+    """The inputs of a seed's measurements, ready for JSON."""
     changing = {f.name for f in fields(config) if not f.metadata["may_change"]}
     settings = {name: value for name, value in asdict(config).items() if name in changing}
     settings |= {"seeds": [seed]}
@@ -77,7 +77,7 @@ def seed_made_by(config: OveroptimizationConfig, seed: int) -> dict[str, Any]:
 
 
 def run_apart(config: OveroptimizationConfig, seed: int) -> None:
-    """Run a seed in a process of its own, with its runs in turn."""
+    """Run a seed in another process, with its runs in turn."""
     distributed.start(config.ddp_timeout)
     run_seed(replace(config, parallel=0, executor="local"), seed)
     stages.write_mark(Path(config.output_dir) / f"seed_{seed}", seed_made_by(config, seed))

@@ -82,7 +82,7 @@ def stage(folder: Path, name: str, **flags) -> Stage:
 
 
 def lines(folder: Path) -> list[str]:
-    """What the scripts wrote, in order."""
+    """The lines of the scripts, in order."""
     file = folder / "lines.txt"
     return file.read_text().splitlines() if file.exists() else []
 
