@@ -27,6 +27,7 @@ FLAGS = SHORT_RUN | {
     "num_generations": 4,
     "entropy_coef": 0.1,
 }
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 # The first start of a job waits for a signal in its third step.
 REWARDS = """
 import os
@@ -78,9 +79,11 @@ class Queue:
         self.wait(job, (self.folder / f"waiting_{job}").exists)
 
     def end(self, job: str, state: str) -> str:
-        """Wait until a job is in this state; its log."""
-        self.wait(job, lambda: self.show(job)["JobState"] == state)
-        return Path(self.show(job)["StdOut"]).read_text()
+        """Wait until a job is in this state, and not in another end; its log."""
+        self.wait(job, lambda: self.show(job)["JobState"] in (state, *ENDS))
+        log = Path(self.show(job)["StdOut"]).read_text()
+        assert self.show(job)["JobState"] == state, log
+        return log
 
     def wait(self, job: str, condition: Callable[[], bool]) -> None:
         """Wait for five minutes at most."""
