@@ -127,8 +127,8 @@ def test_a_cancelled_job_is_not_queued_again(queue: Queue) -> None:
     job = queue.submit("cancelled")
     queue.wait_for_signal(job)
     queue.ask("scancel", job)
-    log = queue.end(job, "CANCELLED")
-    assert "stopped after step 3 by SIGTERM" in log
+    queue.end(job, "CANCELLED")  # its log may end before the run: Slurm ends srun
+    assert (queue.folder / "cancelled/checkpoints/step_00000003").is_dir()
     assert queue.ask("squeue", "--noheader") == ""
 
 

@@ -17,14 +17,19 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare")
-# A job that is queued again waits for `cred_expire`: two minutes by default.
+# By cgroup, as on most clusters, Slurm signals only the task of a step, by linuxproc its children
+# too. Not tried: cgroup v2, which has no such folder.
+TRACKING = "cgroup" if Path("/sys/fs/cgroup/freezer").is_dir() else "linuxproc"
+# A job that is queued again waits for `cred_expire`: two minutes by default. The number of a job
+# is in the names of its cgroups and in its ports, and there may be another Slurm on this machine.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmUser=root
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{tracking}
+FirstJobId={ports[0]}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=1,sched_interval=1
@@ -72,7 +77,9 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     for free in sockets:
         free.close()
     configuration = folder / "slurm.conf"
-    configuration.write_text(CONFIGURATION.format(host=host, ports=ports, folder=folder))
+    settings = {"host": host, "ports": ports, "folder": folder, "tracking": TRACKING}
+    configuration.write_text(CONFIGURATION.format(**settings))
+    (folder / "cgroup.conf").touch()
     variables = {"SLURM_CONF": str(configuration), "PATH": path}
     namespace = ("unshare", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child")
     with (folder / "log").open("wb") as log:
