@@ -2,8 +2,8 @@
 # Slurm 22.05.8 (Debian 12): a cancelled job comes back if its script catches SIGTERM and asks for a requeue.
 #
 # Expected: after scancel the step saves, srun returns, and the script goes on and reads JobState=CANCELLED.
-# Seen: scancel ends the script together with the step: nothing behind srun runs. A script that catches SIGTERM goes
-#   on, but reads COMPLETING; a requeue that it asks for is accepted, and the cancelled job runs again.
+# Seen (proctrack/linuxproc): scancel ends the script with the step: nothing behind srun runs. One that catches SIGTERM
+#   goes on, but reads COMPLETING; a requeue that it asks for is accepted, and the cancelled job runs again.
 # Why it matters: a script that queues its job again until a run is finished must not catch SIGTERM, as one would to
 #   tidy up. A check for CANCELLED in it is dead code.
 set -euo pipefail
