@@ -126,7 +126,7 @@ def accumulate(sharded: bool, num_replicas: int) -> dict[str, Any]:
     policy.zero_grad()
     run = Run.__new__(Run)  # without a folder
     run.module, run.shards_gradients, run.has_updated = policy, sharded, True
-    run.step, run.examples = 0, []
+    run.step, run.make_batches = 0, None
     before, held, counts = held_bytes(), [], []
     for micro_batch in run.micro_batches([batch] * 3):
         with CommDebugMode() as communication:
