@@ -2,7 +2,7 @@
 # make test    lint, types, every test
 # make tolerances   every test with each set of CPU instructions: comparisons near their tolerance
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
-# make test-slurm   assets/slurm on a real Slurm of this machine: minutes, as root, Debian's slurm-wlm
+# make test-slurm   jobs on a real Slurm of this machine: 4 minutes, as root, Debian's slurm-wlm
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 13 minutes)
 # make quality   the demo's chain by TRL and by the scripts: minutes, and how good it is (2 GB)
 # make conformance   every objective against TRL, verl, OpenRLHF and torchrl, on golden cases (2 GB)
@@ -16,8 +16,8 @@
 #
 # PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,
 # THREADS=2 threads of each on a CPU, FLAGS="--seeds 0 1 --parallel 2" further flags of replicate,
-# sweep or overoptimization, BENCH_MODEL=gpt2-small the model of `make bench`, BENCH_FLAGS="--stages sft dpo"
-# its flags.
+# sweep or overoptimization, BENCH_MODEL=gpt2-small the model of `make bench`, and
+# BENCH_FLAGS="--stages sft dpo" its flags.
 
 PYTHON ?= python3
 VENV := .venv

@@ -74,7 +74,7 @@ def run_all(tasks: Sequence[Task], engine: EngineFlags, study_dir: Path) -> None
         StageFailed: a run failed, when all that could be made is made.
     """
     executor = executor_of(engine, study_dir, max(task.num_processes for task in tasks))
-    screen = Screen({task.folder: task.kind for task in tasks}, is_apart=executor.is_apart)
+    screen = Screen({task.folder: task.kind for task in tasks}, is_apart=engine.is_apart)
     study = Study(tasks, executor, screen)
     with executor, screen.shown():
         while study.start_next() or study.jobs:

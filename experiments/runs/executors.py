@@ -8,11 +8,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -21,13 +20,13 @@ from common.config.flags import check_fields, free_flag
 from common.errors import UserError
 from common.record.jsonl import write_atomically
 from common.record.run_folder import MARK
-from experiments.runs.stages import LOG, StageFailed, read_mark
+from experiments.runs.stages import LOG, StageFailed, exit_by, read_mark
 
 JOBS = "jobs"  # in a study's folder: submitit's files
 FAILED = "failed.json"  # in a run's folder: why it is not finished
 STOP_SIGNAL = signal.SIGUSR1  # Slurm is asked to send it before the time limit
 PAUSE = 0.5  # seconds between two looks at what runs
-NO_LIMIT = 10**6  # minutes of a process on this host
+NO_LIMIT = 10**6  # minutes of a process on this host; jobs in Slurm's queue
 
 
 @dataclass
@@ -111,16 +110,10 @@ def failure_of(folder: Path, log: Path) -> Exception:
 # ---- this process --------------------------------------------------------------------------------
 
 
-class Here:
-    """This process: a run shows its output, and has ended when it is started."""
+class Here(nullcontext[None]):
+    """This process: a run shows its output, has ended when it is started, and leaves no child."""
 
-    at_once, pause, is_apart, first_state = 1, 0.0, False, "running"
-
-    def __enter__(self) -> None:
-        """Nothing is to be started."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is left: a run takes its child along."""
+    at_once, pause, first_state = 1, 0.0, "running"
 
     def start(self, task: Task) -> Job:
         """Make a run."""
@@ -162,7 +155,7 @@ class Apart:
         os.environ.update(self.variables)
         if threads := self.variables.get("OMP_NUM_THREADS"):
             torch.set_num_threads(int(threads))
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, exit_by)
         signal.signal(STOP_SIGNAL, self.stop)
         before = self.saved()
         try:
@@ -203,7 +196,7 @@ def import_submitit() -> Any:
 class Processes:
     """Processes of this host."""
 
-    pause, is_apart, first_state = PAUSE, True, "running"
+    pause, first_state = PAUSE, "running"
 
     def __init__(self, at_once: int, width: int, folder: Path) -> None:
         """Take the runs at once, the most processes of one, and a folder for submitit's files."""

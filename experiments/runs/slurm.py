@@ -22,6 +22,8 @@ from experiments.runs.executors import (
 )
 
 PAUSE = 5.0  # seconds between two looks at the queue
+# Seconds after which Slurm is asked again: its controller may be started anew, or be busy
+RETRIES = (1, 10, 60, 0)
 SECONDS_TO_SAVE = 300  # from the signal to the time limit; at most a third of the time
 GONE_AFTER = 60.0  # seconds that a job is in no queue: what it wrote may come late from its host
 
@@ -33,7 +35,7 @@ class Slurm:
     driver asked for the first.
     """
 
-    pause, is_apart, first_state = PAUSE, True, "queued"
+    pause, first_state = PAUSE, "queued"
 
     def __init__(self, engine: EngineFlags, study_dir: Path) -> None:
         """Take the options of the jobs, and the study's folder.
@@ -98,7 +100,7 @@ class Slurm:
         """
         package = import_submitit()
         kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF"}
-        for seconds in (1, 10, 60, 0) if self.jobs else (0,):
+        for seconds in RETRIES if self.jobs else (0,):
             try:
                 with package.helpers.clean_env():
                     os.environ.update(kept)
@@ -154,7 +156,7 @@ def slurm_queue() -> dict[str, tuple[str, str]]:
         UserError: Slurm does not answer.
     """
     command = ["squeue", "--me", "--all", "--noheader", "--format=%i %T %j"]
-    for seconds in (1, 10, 60, 0):  # its controller may be started again
+    for seconds in RETRIES:
         asked = subprocess.run(command, capture_output=True, text=True, check=False)
         if not asked.returncode:
             lines = (line.split(" ", 2) for line in asked.stdout.splitlines())

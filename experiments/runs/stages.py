@@ -181,7 +181,7 @@ def show(words: list[str], log: Path) -> tuple[int, list[str]]:
     """Run a command, showing its output and adding it to a log file: status and last lines."""
     last_lines: deque[str] = deque(maxlen=TAIL)
     pipe, both = subprocess.PIPE, subprocess.STDOUT
-    # USR1, which Slurm sends to every process of a job, is for the scripts: it would end torchrun
+    # USR1, which Slurm may send to every process of a job, would end torchrun; scripts take it back
     ignoring = partial(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
     child = subprocess.Popen(
         words, stdout=pipe, stderr=both, encoding="utf-8", errors="replace", preexec_fn=ignoring
@@ -247,11 +247,16 @@ def write_mark(output_dir: Path, made_by: Mapping[str, Any], name: str = MARK) -
 # ---- drivers -------------------------------------------------------------------------------------
 
 
+def exit_by(number: int, _: object) -> None:
+    """End this process as a signal would, but through what tidies up."""
+    sys.exit(128 + number)
+
+
 def exit_with_status(main: Callable[[], None]) -> None:
     """Run a driver; it ends with the statuses of a stage, and takes its child along."""
     for asked in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(asked) != signal.SIG_IGN:  # as by nohup
-            signal.signal(asked, lambda number, _: sys.exit(128 + number))
+            signal.signal(asked, exit_by)
     try:
         run_command(main)
     except KeyboardInterrupt:
