@@ -38,8 +38,7 @@ def main(config: DPOConfig) -> None:
     """Train, export, evaluate."""
     from common.checkpoint.resume import find_checkpoint
     from common.model.lora import AdapterReference
-    from common.sampling import token_records  # for the table of samples, as the sampler
-    from common.sampling.sampler import Sampler
+    from common.sampling.sampler import Sampler  # for the table of samples
     from common.text import reading
 
     distributed.seed_everything(config.seed)
@@ -64,7 +63,7 @@ def main(config: DPOConfig) -> None:
     is_in_policy = is_same_model and config.lora_r > 0  # the policy without its adapters
     if implicit_reward.needs_reference and not is_in_policy:
         frozen = Policy(load.load_policy(paths[1], configs[1], config)).requires_grad_(False)
-        reference.score(fsdp.shard(frozen, config, mesh), shown, is_resumed=is_resumed)
+        reference.score(fsdp.shard(frozen, config, mesh), is_resumed=is_resumed)
         del frozen
         gc.collect()  # FSDP's units refer to one another: else it stays in memory
 
@@ -72,7 +71,7 @@ def main(config: DPOConfig) -> None:
     policy = Policy(load.load_policy(paths[0], configs[0], config, trains=True))
     policy = fsdp.shard(policy, config, mesh)
     if implicit_reward.needs_reference and is_in_policy:
-        reference.score(AdapterReference(policy), shown, is_resumed=is_resumed)
+        reference.score(AdapterReference(policy), is_resumed=is_resumed)
     sampler = Sampler(policy, vocabulary, config)
 
     # Self-checks, resume
@@ -91,9 +90,7 @@ def main(config: DPOConfig) -> None:
             run.logger.log(step, pair_scores.held_out_metrics(rewards, losses))
 
     def show_samples(step: int) -> None:
-        shown_logps = token_records.token_logps(policy, shown, config, vocabulary)
-        columns = token_records.pair_columns(shown, shown_logps, reference.shown, vocabulary)
-        run.logger.samples(step, sampler.table(shown, **columns))
+        run.logger.samples(step, sampler.table(shown))
 
     # Loop
     for step in run.steps(evaluate, show_samples):

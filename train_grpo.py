@@ -115,9 +115,7 @@ def main(config: GRPOConfig) -> None:
             run.logger.log(step, metrics)
 
     shown = (eval_set or train_set)[: config.num_sample_prompts]
-    show_samples = partial(
-        monitor.show_samples, run.logger, sampler, scorer, reference, shown, config
-    )
+    show_samples = partial(monitor.show_samples, run.logger, sampler, scorer, shown, config)
 
     # Loop
     if config.eval_steps and run.step == 0:

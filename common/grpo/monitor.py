@@ -16,13 +16,11 @@ from common.advantages import (
 from common.config.grpo import GRPOConfig
 from common.data import Example
 from common.errors import EngineError
-from common.forward import Policy
 from common.grpo.rollouts import SelectedCandidates, objective_rewards, rejection_options, reward
 from common.losses import masked_sum
 from common.record.metrics import Accumulator
 
 if TYPE_CHECKING:
-    from common.model.lora import AdapterReference
     from common.record.logger import RunLogger
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Sampler
@@ -35,18 +33,15 @@ def show_samples(
     logger: "RunLogger",
     sampler: "Sampler",
     scorer: "RewardFunctions",
-    reference: "Policy | AdapterReference | None",
     examples: Sequence[Example],
     config: GRPOConfig,
     step: int,
 ) -> None:
     """Record completions of fixed prompts with fixed noise, and print some of them. Collective.
 
-    Every rank samples the same prompts, so that reward models are called equally often. With a
-    reference each row also has its `ref_token_logps`, at the temperature of sampling.
+    Every rank samples the same prompts, so that reward models are called equally often.
     """
     from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
-    from common.sampling import token_records
 
     if not examples:
         return
@@ -67,11 +62,6 @@ def show_samples(
         for name, values in rewards.items()
     }
     columns |= {f"{LOGGED_PREFIX}{name}": each for name, each in scored.log.columns.items()}
-    if reference is not None:
-        sampled = rollouts.completed(examples)
-        columns["ref_token_logps"] = token_records.token_logps(
-            reference, sampled, config, sampler.vocabulary, config.temperature
-        )
     table = sampler.table(examples, rollouts, **columns)
     logger.samples(step, table, few_of_each(table, config.num_generations))
 

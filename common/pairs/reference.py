@@ -38,19 +38,15 @@ class PairReference:
         self.config, self.vocabulary = config, vocabulary
         self.train = torch.zeros(len(train_set), 2, device=distributed.device())  # float32
         self.held_out = torch.zeros(len(eval_set), 2, dtype=torch.float64)  # on the host
-        self.shown: list[list[float]] | None = None  # of each token of the pairs in tables
         self.first: Tensor | None = None  # (1, 2) of the first training pair
 
     def of_batch(self, batch: AnyBatch) -> Tensor:
         """Log-probabilities (N, 2) of a micro-batch's pairs."""
         return self.train[batch.pairs.rows]
 
-    def score(
-        self, model: "Policy | AdapterReference", shown: Sequence[Example], *, is_resumed: bool
-    ) -> None:
-        """Score all pairs with the reference's model, and those `shown` in tables. Collective."""
+    def score(self, model: "Policy | AdapterReference", *, is_resumed: bool) -> None:
+        """Score all pairs with the reference's model. Collective."""
         from common.record.run_folder import REFERENCE_LOGPS
-        from common.sampling import token_records
 
         config, vocabulary, order = self.config, self.vocabulary, self.order
         self_checks.only_tokens_matter(model, config)
@@ -68,7 +64,6 @@ class PairReference:
             return kept_logps(file, compute, rows, scores_key(examples, first), is_resumed)
 
         self.first = first = scored(self.train_set[:1])
-        self.shown = token_records.token_logps(model, shown, config, vocabulary)
         if self.eval_set:
             rows: Sequence[int] = range(len(self.eval_set))
             self.held_out = kept("held_out", self.eval_set, rows, lambda: scored(self.eval_set))

@@ -1,7 +1,7 @@
 """What a report is made of, without how it looks: see `common/report/page.py`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.record.terminal import markdown_table
@@ -30,13 +30,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Completion:
-    """One text of a sample; a page colours its tokens by a value, blue above 0, orange below."""
+    """One text of a sample."""
 
     label: str  # who wrote it, or "chosen", "rejected"
     text: str
     note: str = ""  # what it got, such as "reward 0.53"
-    tokens: Sequence[str] = ()  # of the same text, each decoded alone
-    values: Mapping[str, Sequence[float]] = field(default_factory=dict)  # as many, as offered
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 from common.record.run_folder import ENVIRONMENT, read_config
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
-from common.report.blocks import Block, SampleBrowser, Section, Table
+from common.report.blocks import Block, Section, Table
 from common.report.plots import PANEL_BOXES
 
 FOLDER = Path(__file__).parent
@@ -90,7 +90,6 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
     )
     muted = r' <span class="interval">\1</span>'
     environment.filters |= {
-        "coloured_by": coloured_by,
         "kind": lambda block: type(block).__name__,
         "line": lambda text: Markup(small.renderInline(text)),
         "muted": lambda cell: Markup(INTERVAL.sub(muted, str(escape(cell)))),
@@ -141,10 +140,3 @@ def pngs(path: Path) -> list[dict[str, Any]]:
             size = {"width": int(right - left), "height": int(bottom - top)}
             shown.append({"source": source, **size, "is_wide": right - left >= PANEL})
     return shown
-
-
-def coloured_by(block: SampleBrowser) -> list[str]:
-    """The names of the values of tokens, in the order of the tokens that have most."""
-    columns = [c.values for s in block.samples for each in s.frames.values() for c in each]
-    columns.sort(key=len, reverse=True)
-    return list(dict.fromkeys(name for values in columns for name in values))

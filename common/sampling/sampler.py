@@ -223,18 +223,13 @@ class Sampler:
         """A table of K completions of each of N prompts. Collective without rollouts.
 
         Without them every prompt is completed with its most likely tokens. A row has the prompt,
-        the completion, the further columns' value for it, why it stopped, and as lists, which are
-        not printed, its `tokens` and their `token_logps` (nats, at the temperature sampled at; at 1
-        where the most likely token was taken).
+        the completion, the further columns' value for it, and why it stopped.
         """
-        from common.sampling import token_records
-
         if rollouts is None:
             if not examples:
                 return []  # and no weights are gathered
             rollouts = self.sample(examples, temperature=0)
-        tokenizer = self.vocabulary.tokenizer
-        texts, logps = rollouts.texts(tokenizer), rollouts.as_lists(rollouts.token_logps)
+        texts = rollouts.texts(self.vocabulary.tokenizer)
         per_prompt = len(texts) // max(1, len(examples))
         return [
             {
@@ -242,8 +237,6 @@ class Sampler:
                 "completion": text,
                 **{name: values[i] for name, values in columns.items()},
                 "stopped by": "stop token" if rollouts.has_stop[i] else "length limit",
-                "tokens": token_records.texts(tokenizer, rollouts.completion_ids[i]),
-                "token_logps": token_records.rounded(logps[i]),
             }
             for i, text in enumerate(texts)
         ]

@@ -1,8 +1,8 @@
 """A report shows what it is given, as text whatever it holds, in one file that Chromium opens.
 
 In a browser: no error on the console, nothing from the network, pictures there, no page that is
-wider than a phone, samples and steps to leaf through, colours and values as given. About
-`common.report.page`, `common.report.blocks` and `common.report.markdown`.
+wider than a phone, samples and steps to leaf through. About `common.report.page`,
+`common.report.blocks` and `common.report.markdown`.
 """
 
 import json
@@ -35,14 +35,6 @@ def png(path: Path, width: int, height: int, *panels: tuple[int, ...]) -> Path:
     return path
 
 
-def coloured(*tokens: str) -> Completion:
-    """Four tokens with values, and another one if it is given."""
-    ratios = [1, -2, 0, 0.5, 3][: 4 + len(tokens)]
-    values = {"log ratio": ratios, "KL": [ratio**2 for ratio in ratios]}
-    texts = ["my", " cat", " <b>", " left", *tokens]
-    return Completion("completion 1", "my cat", "", texts, values)
-
-
 def every_block(folder: Path, text: str = "Plain") -> list[Any]:
     frames = {
         f"step {s}": [Completion("chosen", text, f"at {s}"), Completion(text, "my cat", text)]
@@ -67,8 +59,7 @@ def every_block(folder: Path, text: str = "Plain") -> list[Any]:
             "Samples",
             [
                 SampleBrowser([Sample(text, frames), Sample("second", first)], text),
-                SampleBrowser([Sample("tokens", {"": [coloured(), Completion("empty", " ")]})]),
-                SampleBrowser([Sample("tokens", {"": [coloured(text)]})]),
+                SampleBrowser([Sample("third", {"": [Completion("empty", " ")]})]),
             ],
         ),
     ]
@@ -205,7 +196,7 @@ window.addEventListener("load", () => {{
   const inside = document.getElementById("frame").contentWindow;
   const all = (selector) => [...inside.document.querySelectorAll(selector)];
   const seen = (selector) => all(selector).filter((e) => e.checkVisibility()).length;
-  const [browser, coloured] = all(".browser");
+  const [browser] = all(".browser");
   const before = [seen(".browser:first-of-type .sample"), seen(".browser:first-of-type .frame")];
   const shown = (selector) => browser.querySelector(".sample:not([hidden]) " + selector);
   const on = browser.querySelectorAll(".leaf button")[1];
@@ -223,7 +214,6 @@ window.addEventListener("load", () => {{
     background: inside.getComputedStyle(inside.document.body).backgroundColor,
     before, second,
     moment: shown(".frame:not([hidden])").dataset.title,
-    colours: [...coloured.querySelectorAll(".token")].map((t) => t.style.backgroundColor),
     navigation: seen("nav a"),
   }}) + "END";
 }});
@@ -264,11 +254,6 @@ def test_a_browser_shows_it(tmp_path: Path, width: int, dark: bool) -> None:
     assert page["before"] == [1, 1]  # one sample, at one step
     assert page["second"] == "second"
     assert page["moment"] == "step 10"
-    one, minus_two, nothing, half = page["colours"]
-    assert one == "rgb(var(--blue) / 0.38)"
-    assert minus_two == "rgb(var(--orange) / 0.75)"
-    assert nothing == ""
-    assert half == "rgb(var(--blue) / 0.19)"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed here")

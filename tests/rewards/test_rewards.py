@@ -2,7 +2,7 @@
 
 Targets are worked out by hand. Names are checked before the first model is loaded, and nothing that
 a function may return (wrong count, text, NaN, None for all) becomes a reward by accident. What it
-logs is kept by name, and what cannot be logged is refused; whole runs are in `test_token_records`.
+logs is kept by name, and what cannot be logged is refused; whole runs are in `test_samples`.
 What a function written for TRL gets is in `test_trl_rewards`.
 
 A function may reward steps: process supervision (DeepSeekMath section 4.1.3). The steps of all

@@ -25,7 +25,6 @@ from common.errors import EngineError, UserError
 from common.forward import Policy
 from common.model import lora
 from common.record.jsonl import read_jsonl
-from common.sampling import token_records
 from common.sampling.sampler import Sampler
 from common.sampling.vllm import server
 from common.sampling.vllm.sampler import EngineSampler
@@ -52,9 +51,8 @@ def sampler(stand_in: StandIn, lm: Any, **fields: Any) -> EngineSampler:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
 def test_completions_are_those_of_our_sampler_in_shape_stop_rule_and_log_probabilities(
-    stand_in, temperature, monkeypatch
+    stand_in, temperature
 ):
-    monkeypatch.setattr(token_records, "NUM_DECIMALS", 9)
     lm = tiny.causal_lm("gpt2")
     through = sampler(stand_in, lm)
     number = 12 if temperature else 1
@@ -71,15 +69,12 @@ def test_completions_are_those_of_our_sampler_in_shape_stop_rule_and_log_probabi
     for ids, stopped in zip(drawn.completion_ids, drawn.has_stop.tolist(), strict=True):
         assert (STOP in ids) == stopped
         assert ids.index(STOP) == len(ids) - 1 if stopped else len(ids) == 12
-    scores = token_records.token_logps(
-        through.policy,
-        drawn.completed(EXAMPLES),
-        through.config,
-        through.vocabulary,
-        temperature or 1.0,
-    )
-    for one, other in zip(scores, drawn.as_lists(drawn.token_logps), strict=True):
-        assert one == pytest.approx(other, abs=tiny.rounding(lm, temperature or 1.0))
+    recorded = iter(drawn.as_lists(drawn.token_logps))
+    for example in drawn.completed(EXAMPLES):
+        for ids in example.completions:
+            plain = tiny.plain_logps(lm, example.prompt_ids, ids, temperature or 1.0).tolist()
+            rounding = tiny.rounding(lm, temperature or 1.0)
+            assert next(recorded) == pytest.approx(plain, abs=rounding)
     assert (drawn.token_logps[~drawn.mask] == 0).all()
 
 

@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.config.grpo import GRPOConfig
 from common.errors import EngineError
 from common.forward import Policy
-from common.sampling import token_records
 from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.sampler import EngineSampler
 from common.sampling.vllm.server import Server
@@ -121,11 +120,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
 
 def gap(sampler: EngineSampler, drawn: Rollouts, temperature: float) -> float:
     """The most nats between a token's log-probability there and here."""
-    completed = drawn.completed(EXAMPLES)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_records, "NUM_DECIMALS", 9)
-        arguments = (sampler.policy, completed, sampler.config, sampler.vocabulary, temperature)
-        ours = token_records.token_logps(*arguments)
+    ours = [
+        tiny.plain_logps(sampler.policy.lm, example.prompt_ids, ids, temperature).tolist()
+        for example in drawn.completed(EXAMPLES)
+        for ids in example.completions
+    ]
     theirs = drawn.as_lists(drawn.token_logps)
     return max(abs(one - other) for one, other in zip(chain(*ours), chain(*theirs), strict=True))
 
