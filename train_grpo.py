@@ -148,7 +148,6 @@ def main(config: GRPOConfig) -> None:
                 loss.backward()
                 batch_losses.append(loss.detach())
             run.update(batch_losses)
-        step_monitor.end_updates()
         if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
             lora.mix_into(moving_reference, policy, config.ref_mixup_alpha)
         run.end_step(evaluate, show_samples)
@@ -251,7 +250,7 @@ def grpo_loss(
     per_token, measures = objective(
         logps, old_logps, micro_batch.sampled_logps, micro_batch.advantages, mask
     )  # (B, C)
-    step_monitor.record_objective(measures, mask, num_tokens, is_new=is_new)
+    step_monitor.record_objective(measures, mask, num_tokens)
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * scores.entropy
     if micro_batch.ref_logps is not None:

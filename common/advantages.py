@@ -163,28 +163,6 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     return (weights.sum(dim=-1) ** 2 / (weights**2).sum(dim=-1)).float()
 
 
-def num_candidates_seen(
-    rewards: Tensor,
-    *,
-    num_keep: int,
-    temperature: float,
-    method: str,
-    seed: Tensor,
-    texts: Tensor | None = None,
-) -> Tensor:
-    """Number of candidates (N,) int64 that `rejection_sample` reads; same arguments.
-
-    All, except with `rso`, which stops in its first pass as soon as it has accepted enough.
-    """
-    left = first_of_text(rewards, texts)  # (N, K)
-    if method != "rso":
-        return left.sum(dim=1)
-    seeds = seed.to(rewards.device)[:, None]
-    accepted = _rso_accepts(rewards.double() / temperature, left, seeds, 0)  # (N, K)
-    is_short = accepted.cumsum(dim=1) < num_keep  # (N, K), after each candidate
-    return torch.minimum((is_short & left).sum(dim=1) + 1, left.sum(dim=1))
-
-
 def first_of_text(rewards: Tensor, texts: Tensor | None) -> Tensor:
     """Whether no candidate (N, K) before has the same text; True everywhere without texts."""
     if texts is None:
@@ -193,24 +171,20 @@ def first_of_text(rewards: Tensor, texts: Tensor | None) -> Tensor:
     return ~is_same.tril(-1).any(dim=2).to(rewards.device)
 
 
-def _rso_accepts(scores: Tensor, left: Tensor, seeds: Tensor, number: int) -> Tensor:
-    """Mask (N, K) of the candidates left that a whole pass of RSO's algorithm 1 would accept."""
-    salt = derive_seed(0, "rejection_sample", "rso")
-    candidates = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)  # (N, K)
-    scores_left = scores.masked_fill(~left, -torch.inf)
-    probabilities = (scores_left - scores_left.max(dim=1, keepdim=True).values).exp()
-    return uniform(salt, seeds, number, candidates) < probabilities
-
-
 def _keep_rso(scores: Tensor, num_keep: int, seeds: Tensor, first: Tensor) -> Tensor:
     """RSO's algorithm 1 on scores (N, K), those not the `first` of their text (N, K) at the end."""
+    salt = derive_seed(0, "rejection_sample", "rso")
+    candidates = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)  # (N, K)
     passes = torch.full_like(scores, torch.inf)  # (N, K), the one in which it was accepted
     # Every pass accepts at least the best candidate left, so num_keep passes are enough.
     for number in range(num_keep):
         remaining = passes.isinf()
         left = remaining & first
         left = torch.where(left.any(dim=1, keepdim=True), left, remaining)
-        passes = passes.masked_fill(_rso_accepts(scores, left, seeds, number), number)
+        scores_left = scores.masked_fill(~left, -torch.inf)
+        probabilities = (scores_left - scores_left.max(dim=1, keepdim=True).values).exp()
+        accepted = uniform(salt, seeds, number, candidates) < probabilities  # of a whole pass
+        passes = passes.masked_fill(accepted, number)
     return passes.argsort(dim=1, stable=True)[:, :num_keep]
 
 

@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.advantages import (
-    effective_sample_size,
-    eos_penalty,
-    num_candidates_seen,
-)
+from common.advantages import effective_sample_size, eos_penalty
 from common.config.grpo import GRPOConfig
 from common.data import Example
 from common.errors import EngineError
-from common.grpo.rollouts import SelectedCandidates, objective_rewards, rejection_options, reward
+from common.grpo.rollouts import SelectedCandidates, objective_rewards, reward
 from common.losses import masked_sum
 from common.record.metrics import Accumulator
 
@@ -82,8 +78,6 @@ class StepMonitor:
         """Nothing is recorded yet, and there was no warning."""
         self.metrics, self.config = metrics, config
         self.warned: set[str] = set()  # causes
-        # Of the samples of this step, (B, C), with the mask of each micro-batch
-        self.weights: list[tuple[Tensor, Tensor]] = []
 
     def record(self, selected: SelectedCandidates, advantages: Tensor, step: int) -> None:
         """Record what was sampled and selected; warn where that teaches nothing. Collective.
@@ -107,12 +101,10 @@ class StepMonitor:
         if config.num_candidates > config.num_generations:
             best = rewards.amax(1, keepdim=True)
             weights = ((rewards - best) / config.rejection_temperature).exp()
-            options = rejection_options(groups, config, step)
             columns |= {
                 "kept_reward": selected.rewards,
                 "advantage_mean_kept": advantages,
                 "effective_sample_size": effective_sample_size(weights),
-                "candidates_seen": num_candidates_seen(rewards, **options),
             }
         for name, values in columns.items():
             of_real = values[groups.real].double()
@@ -122,33 +114,14 @@ class StepMonitor:
             self.metrics.add_values(replaced_groups=groups.num_replaced)
 
     def record_objective(
-        self, metrics: Mapping[str, Tensor], mask: Tensor, num_tokens: Tensor, *, is_new: bool
+        self, metrics: Mapping[str, Tensor], mask: Tensor, num_tokens: Tensor
     ) -> None:
-        """Record an objective's metrics (B, C), and if `is_new` its sampler weights."""
+        """Record an objective's metrics (B, C), means over the tokens."""
         from common.record.glossary import OBJECTIVE_PREFIX
 
         for name, values in metrics.items():
-            if name != "sampler_weight":
-                name = name if name in PLAIN_METRICS else f"{OBJECTIVE_PREFIX}{name}"
-                self.metrics.add(name, masked_sum(values, mask), num_tokens)
-            elif is_new:
-                self.weights.append((values, mask))
-
-    def end_updates(self) -> None:
-        """Record the effective sample size of the weights, over the number of tokens. Collective.
-
-        Kish's (sum w)^2 / (n sum w^2) over the tokens of all ranks: 1 where all weights are equal.
-        """
-        if not self.weights:  # on no rank then: all have equally many micro-batches
-            return
-        sums = torch.zeros(3, dtype=torch.float64, device=distributed.device())
-        for weights, mask in self.weights:
-            masked = (weights * mask).double()
-            sums += torch.stack([masked.sum(), masked.square().sum(), mask.sum()])
-        self.weights.clear()
-        total, squares, number = distributed.all_reduce_sum(sums).unbind()
-        share = total**2 / (number * squares).clamp(min=torch.finfo(torch.float64).tiny)
-        self.metrics.add("sampler_weight_share", share, number > 0)
+            name = name if name in PLAIN_METRICS else f"{OBJECTIVE_PREFIX}{name}"
+            self.metrics.add(name, masked_sum(values, mask), num_tokens)
 
     def warn(self, selected: SelectedCandidates, step: int) -> None:
         """Print once on rank 0 why a step teaches nothing or the wrong thing. Collective."""

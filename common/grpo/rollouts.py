@@ -9,7 +9,7 @@ are equal: its advantages are 0.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -147,22 +147,18 @@ def select(groups: Groups, config: GRPOConfig, step: int) -> SelectedCandidates:
     num_prompts, num_candidates = groups.rewards.shape
     indices = torch.arange(num_candidates).expand(num_prompts, -1)  # all
     if num_candidates > config.num_generations:
-        indices = rejection_sample(groups.rewards, **rejection_options(groups, config, step))
+        method = config.rejection_method.removesuffix(DISTINCT)
+        is_set = method != config.rejection_method
+        indices = rejection_sample(
+            groups.rewards,
+            num_keep=config.num_generations,
+            temperature=config.rejection_temperature,
+            method=method,
+            # The noise is a function of the prompt, not of its slot in the batch.
+            seed=hash_counters(derive_seed(config.seed, "selection", step), groups.rows),
+            texts=groups.rollouts.numbered(num_prompts) if is_set else None,
+        )
     return gather_candidates(groups, indices, config)
-
-
-def rejection_options(groups: Groups, config: GRPOConfig, step: int) -> dict[str, Any]:
-    """Arguments by keyword of `rejection_sample` and of `num_candidates_seen`."""
-    method = config.rejection_method.removesuffix(DISTINCT)
-    is_set = method != config.rejection_method
-    return {
-        "num_keep": config.num_generations,
-        "temperature": config.rejection_temperature,
-        "method": method,
-        # The noise is a function of the prompt, not of its slot in the batch.
-        "seed": hash_counters(derive_seed(config.seed, "selection", step), groups.rows),
-        "texts": groups.rollouts.numbered(len(groups.rows)) if is_set else None,
-    }
 
 
 def gather_candidates(groups: Groups, indices: Tensor, config: GRPOConfig) -> SelectedCandidates:

@@ -20,9 +20,9 @@ METRICS = (
     *("reward_shift", "chosen_logp", "rejected_logp", "eval_reward_margin"),
     # GRPO
     *("reward", "reward_std", "reward/<function>", "logged/<name>", "objective/<name>"),
-    *("kept_reward", "advantage_mean_kept", "effective_sample_size", "candidates_seen"),
+    *("kept_reward", "advantage_mean_kept", "effective_sample_size"),
     *("zero_variance_fraction", "replaced_groups", "kl", "clip_fraction", "off_policy_fraction"),
-    *("sampler_kl", "sampler_weight_share", "completion_length", "stop_rate"),
+    *("sampler_kl", "completion_length", "stop_rate"),
     *("eval_reward", "eval_reward/<function>", "eval_kl", "eval_completion_length"),
     *("eval_stop_rate", "eval_<name>_low", "eval_<name>_high"),
 )

@@ -242,7 +242,7 @@ def candidates(trace: Trace, config: Any) -> list[Record]:
     scores = groups.rewards.double() / config.rejection_temperature
     if draws := trace.of("uniform", "_keep_gumbel"):
         keys = scores - torch.log(-torch.log(draws[0].result))
-    elif draws := trace.of("uniform", "_rso_accepts"):  # the first pass
+    elif draws := trace.of("uniform", "_keep_rso"):  # the first pass
         keys = (scores - scores.amax(1, keepdim=True)).exp()
     if draws:
         columns |= {"draw": draws[0].result.flatten(), "key": keys.flatten()}

