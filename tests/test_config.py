@@ -169,7 +169,7 @@ def test_what_ran_is_saved(tmp_path):
     assert set(environment) == {
         *("python", "platform", "cpu", "cpu_capability", "world_size", "gpu", "num_gpus"),
         *("compute_dtype", "model_commit", "dataset_commit", "git_commit", "packages"),
-        *("script", "stage", "started", "user_files", "inputs"),
+        *("script", "stage", "started", "inputs"),
     }
     assert environment["world_size"] == 3
     assert (environment["gpu"], environment["num_gpus"]) == (None, 0)

@@ -11,7 +11,7 @@ from common.checkpoint import best, layout
 from common.config.stages import MODEL_FOLDERS, TrainConfig
 from common.errors import UserError
 from common.record import output_lock
-from common.record.run_folder import ENVIRONMENT, digest, inputs_of, read_config, user_files
+from common.record.run_folder import ENVIRONMENT, inputs_of, read_config
 from common.shutdown import signals
 
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -45,7 +45,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     for folder in folders:
         if not (reason := layout.damage(folder)):
             refuse_other_run(folder, config, any_config=wanted == "latest")
-            warn_of_edits(config)
+            warn_of_changed_inputs(config)
             return folder
         distributed.print_rank0(f"warning: the checkpoint {folder} is skipped: {reason}.")
     if folders:
@@ -106,21 +106,22 @@ def is_finished(config: TrainConfig) -> bool:
     environment, saved = read_config(output_dir, ENVIRONMENT), read_config(output_dir)
     if not (has_model(output_dir) and environment.get("finished")):
         return False
-    now = inputs_of(config)
-    before = environment.get("inputs", now)  # not in a run of before 2026-11-28
-    if changed := [name for name in now if before.get(name) != now[name]]:
+    if changed := changed_inputs(config):
         print(f"{output_dir}/model is trained again: {changed[0]} has changed", flush=True)
     return not changed and not changed_fields(saved, config)
 
 
-def warn_of_edits(config: TrainConfig) -> None:
-    """Name the user's files that were edited since this run was last started, on rank 0."""
-    before = read_config(Path(config.output_dir), ENVIRONMENT).get("user_files", {})
-    for name, file in user_files(config).items():
-        if name in before and before[name] != digest(file):
-            distributed.print_rank0(
-                f"warning: {name} was edited: the run goes on with the new one."
-            )
+def changed_inputs(config: TrainConfig) -> list[str]:
+    """The inputs that have changed since this run was last started."""
+    now = inputs_of(config)
+    before = read_config(Path(config.output_dir), ENVIRONMENT).get("inputs", now)
+    return [name for name in now if before.get(name) != now[name]]
+
+
+def warn_of_changed_inputs(config: TrainConfig) -> None:
+    """Name what a resumed run reads otherwise than before, on rank 0."""
+    for name in changed_inputs(config) if distributed.is_rank0() else ():
+        print(f"warning: {name} has changed: the run goes on with the new one", flush=True)
 
 
 def differences_to_finished_model(config: TrainConfig) -> list[str]:

@@ -17,7 +17,7 @@ from common.distributed import is_rank0, peak_memory_gb, progress_bar, show_stat
 from common.errors import UserError
 from common.record import output_lock, run_folder, terminal
 from common.record.glossary import CONSOLE, POSTFIX, recorded
-from common.record.jsonl import json_line, write_atomically
+from common.record.jsonl import json_line
 from common.record.metrics import Accumulator
 from common.record.tracking import Tracker
 from common.shutdown.failures import note_step
@@ -55,12 +55,12 @@ class RunLogger:
         if not self._active:
             return
         self.output_dir = output_dir = Path(config.output_dir)
-        self._run_files = run_folder.save_run_files(output_dir, config, world_size(), model_commit)
+        run_folder.save_run_files(output_dir, config, world_size(), model_commit)
         earlier = run_folder.read_metrics(output_dir)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
         self._files = {
-            name: (output_dir / name).open("a+", encoding="utf-8")
+            name: (output_dir / name).open("a", encoding="utf-8")
             for name in (run_folder.METRICS, run_folder.SAMPLES)
         }
         self._tracker = Tracker(config, start_step)
@@ -150,24 +150,18 @@ class RunLogger:
             return
         self._active = False
         self._bar.close()
-        for name in self._files:
-            self._append(name)
-            self._files[name].close()
+        for file in self._files.values():
+            file.close()
         self._tracker.finish()
         output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Add lines to a file; it and the run's other files are written again if removed."""
-        file, path = self._files[name], self.output_dir / name
+        """Add lines to a file."""
         try:
-            file.writelines(map(json_line, records))
-            file.flush()  # for readers, and for a resumed run after a crash
-            for removed in [each for each in (*self._run_files, path) if not each.exists()]:
-                print(f"warning: {removed} was removed in mid-run; it is written again", flush=True)
-                file.seek(0)
-                write_atomically(removed, [self._run_files.get(removed) or file.read()])
-                self._files[name] = path.open("a+", encoding="utf-8")
+            self._files[name].writelines(map(json_line, records))
+            self._files[name].flush()  # for readers, and for a resumed run after a crash
         except OSError as error:
+            path = self.output_dir / name
             raise UserError(f"{path} could not be written ({error.strerror}).") from None
 
     @staticmethod

@@ -36,8 +36,8 @@ PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb",
 
 def save_run_files(
     output_dir: Path, config: Any, world_size: int, model_commit: str | None = None
-) -> dict[Path, str]:
-    """Write `config.yaml` and `environment.json`; returns their texts. Rank 0 only.
+) -> None:
+    """Write `config.yaml` and `environment.json`. Rank 0 only.
 
     The `model_commit` is that of the run's model, if it is of the hub.
     """
@@ -61,27 +61,12 @@ def save_run_files(
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,
-        "user_files": {name: digest(file) for name, file in user_files(config).items()},
         "inputs": inputs_of(config),
         **({REWARD: asdict(reward)} if reward else {}),
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
-    texts = {
-        output_dir / CONFIG: yaml.safe_dump(asdict(config), sort_keys=False),
-        output_dir / ENVIRONMENT: json.dumps(environment, indent=2) + "\n",
-    }
-    for file, text in texts.items():
-        write_atomically(file, [text])
-    return texts
-
-
-def user_files(config: Any) -> dict[str, Path]:
-    """The files that `path/to/file.py:function` names in a config, by that path."""
-    values = [value for f in fields(config) for value in values_of(config, f)]
-    names = [value.rpartition(":")[0] for value in values if ".py:" in str(value)]
-    files = {name: Path(os.path.expanduser(name)) for name in names}
-    # A pattern may be longer than any name of a file
-    return {name: file for name, file in files.items() if os.path.isfile(file)}
+    write_atomically(output_dir / CONFIG, [yaml.safe_dump(asdict(config), sort_keys=False)])
+    write_atomically(output_dir / ENVIRONMENT, [json.dumps(environment, indent=2) + "\n"])
 
 
 def inputs_of(config: Any) -> dict[str, str]:
