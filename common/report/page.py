@@ -8,8 +8,6 @@ slips through is inert too.
 
 import base64
 import hashlib
-import io
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,14 +17,12 @@ from common.record.run_folder import ENVIRONMENT, read_config
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.blocks import Block, Section, Table
-from common.report.plots import PANEL_BOXES
 
 FOLDER = Path(__file__).parent
 NUMBER = re.compile(r"^([\[(]|[<>] )?[-+\u2212]?[\d,]*\.?\d")  # an interval, seeds, a bound too
 INTERVAL = re.compile(r"\s*(\[[^\[\]]*\])$")
 SAFE_LINK = re.compile(r"^(https?://|(?!//)[\w.#/%-]+$)")  # //host leads to another site
-# Pixels; narrower pictures stand side by side where there is room, others scroll on a phone
-PANEL = 750
+WIDE = 750  # pixels: such a picture scrolls on a phone, narrower ones stand side by side
 
 
 def write_page(
@@ -95,7 +91,7 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         "muted": lambda cell: Markup(INTERVAL.sub(muted, str(escape(cell)))),
         "numeric": numeric,
         "paragraphs": lambda text: Markup(small.render(text)),
-        "pngs": pngs,
+        "png": png,
         "slug": slug,
     }
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
@@ -126,17 +122,11 @@ def numeric(table: Table) -> list[bool]:
     ]
 
 
-def pngs(path: Path) -> list[dict[str, Any]]:
-    """A picture, or each of its panels, as text with its size in pixels."""
+def png(path: Path) -> dict[str, Any]:
+    """A picture as text with its size in pixels."""
     from PIL import Image
 
-    shown = []
     with Image.open(path) as image:
-        boxes = json.loads(image.info.get(PANEL_BOXES, "[]")) or [(0, 0, *image.size)]
-        for left, top, right, bottom in boxes:
-            file = io.BytesIO()
-            image.crop((left, top, right, bottom)).save(file, "PNG")
-            source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-            size = {"width": int(right - left), "height": int(bottom - top)}
-            shown.append({"source": source, **size, "is_wide": right - left >= PANEL})
-    return shown
+        width, height = image.size
+    source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return {"source": source, "width": width, "height": height, "is_wide": width >= WIDE}

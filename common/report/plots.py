@@ -4,7 +4,6 @@ Nothing here computes a result. matplotlib is imported where it is used, and onl
 display, no global state.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ STAGES = ("reward", "sft", "dpo", "grpo")  # systems of these names have the fir
 GREY = "#666666"
 STYLE = Path(__file__).with_name("figures.mplstyle")
 DPI = 150
-PANEL_BOXES = "panels"  # in the metadata of a PNG
 MARK_BELOW = 8  # points; so few are shown as points
 SMOOTH_ABOVE = 60  # points; a longer curve is drawn pale with its moving mean on top
 EXACT = ("learning_rate", "peak_memory_gb", "eval_")  # beginnings: never smoothed
@@ -98,21 +96,10 @@ def style() -> Any:
     return matplotlib.style.context(STYLE)
 
 
-def save(figure: Any, path: Path, dpi: int = DPI, *, by_panel: bool = False) -> Path:
-    """Write a picture, in a folder that is made if it is not there.
-
-    If `by_panel`, it holds the boxes of its panels, and a page shows each by itself.
-    """
+def save(figure: Any, path: Path, dpi: int = DPI) -> Path:
+    """Write a picture, in a folder that is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    boxes = []  # left, top, right and bottom in pixels
-    if by_panel:
-        figure.get_layout_engine().execute(figure)
-        figure.set_layout_engine("none")  # it is not laid out again
-        scale, high = dpi / figure.dpi, figure.bbox.height
-        for axes in figure.axes:
-            left, low, right, top = axes.get_tightbbox().padded(figure.dpi / 20).extents
-            boxes.append([round(scale * end) for end in (left, high - top, right, high - low)])
-    figure.savefig(path, dpi=dpi, metadata={PANEL_BOXES: json.dumps(boxes)} if boxes else None)
+    figure.savefig(path, dpi=dpi)
     return path
 
 
@@ -206,4 +193,4 @@ def plot_run(output_dir: str | Path) -> list[Path]:
             draw_panel(axes, panel, colours)
             if len(panel.lines) > 1:
                 axes.legend()
-        return [save(figure, output_dir / "plots" / "curves.png", by_panel=True)]
+        return [save(figure, output_dir / "plots" / "curves.png")]

@@ -3,7 +3,6 @@
 About `common.report`.
 """
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from common.evaluation.results import (
 from common.record.glossary import METRICS, PREFIXES
 from common.report import evaluation_report, figures, plots
 from common.report.evaluation_report import systems_table, write_report
-from common.report.page import pngs
 from common.report.plots import (
     PANELS,
     Line,
@@ -111,21 +109,6 @@ def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
     height, width, _ = pixels(picture).shape
     assert width > height > 200  # two panels in a row
     assert 0.01 < ink(picture) < 0.5
-
-
-def test_the_boxes_of_a_picture_hold_its_panels_whole(tmp_path: Path) -> None:
-    lines = [{"step": s, "loss": 1, "grad_norm": 2, "entropy": 3} for s in (1, 2)]
-    (picture,) = plot_run(record(tmp_path / "run", lines))
-    dark = (pixels(picture) < 128).any(-1)
-    with Image.open(picture) as image:
-        boxes = json.loads(image.info[plots.PANEL_BOXES])
-    for left, top, right, bottom in boxes:
-        box = dark[top:bottom, left:right]
-        assert not any(edge.any() for edge in (box[0], box[-1], box[:, 0], box[:, -1]))
-        assert box.sum() > 500
-        box[:] = False
-    assert not dark[min(top for _, top, _, _ in boxes) :].any()  # above is the title
-    assert [shown["is_wide"] for shown in pngs(picture)] == [False] * 3
 
 
 def test_nothing_recorded_is_no_picture(tmp_path: Path) -> None:

@@ -15,23 +15,18 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from common.report.blocks import Completion, Picture, Sample, SampleBrowser, Section, Table
 from common.report.page import html_page, run_facts, write_page
-from common.report.plots import PANEL_BOXES
 
 EVIL = "</script></pre><img src=x onerror=\"alert('1')\"><b>' & \x00\x1b[2J\u202e\ud800"
 LINK = "[see](https://evil.example/x)"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
 
-def png(path: Path, width: int, height: int, *panels: tuple[int, ...]) -> Path:
-    """A grey picture, with the boxes of its panels if it has some."""
-    info = PngInfo()
-    if panels:
-        info.add_text(PANEL_BOXES, json.dumps(panels))
-    Image.new("L", (width, height), 128).save(path, pnginfo=info)
+def png(path: Path, width: int, height: int) -> Path:
+    """A grey picture."""
+    Image.new("L", (width, height), 128).save(path)
     return path
 
 
@@ -51,7 +46,6 @@ def every_block(folder: Path, text: str = "Plain") -> list[Any]:
                 Table(header, [[text, *cells], ["DPO", *["\N{EN DASH}"] * 13]], text),
                 Picture(png(folder / "wide.png", 600, 100), text),
                 Section("Nested", [Picture(png(folder / "square.png", 60, 60))]),
-                Picture(png(folder / "panels.png", 700, 90, (0, 30, 340, 90), (360, 30, 700, 90))),
             ],
         ),
         Section(f"More {text}", [text]),
@@ -210,7 +204,6 @@ window.addEventListener("load", () => {{
     overflow: root.scrollWidth - root.clientWidth,
     width: inside.innerWidth,
     pictures: all("img").map((image) => image.naturalWidth),
-    places: all(".panels img").map((image) => [image.offsetLeft, image.offsetTop]),
     background: inside.getComputedStyle(inside.document.body).backgroundColor,
     before, second,
     moment: shown(".frame:not([hidden])").dataset.title,
@@ -246,9 +239,7 @@ def test_a_browser_shows_it(tmp_path: Path, width: int, dark: bool) -> None:
     assert console == []
     assert page["width"] == width
     assert page["overflow"] == 0
-    assert page["pictures"] == [600, 60, 340, 340]
-    (first, high), (second, low) = page["places"]  # one below another on a phone
-    assert (first == second, high == low) == ((True, False) if width < 500 else (False, True))
+    assert page["pictures"] == [600, 60]
     assert page["background"] == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
     assert page["navigation"] == (3 if width > 1000 else 0)
     assert page["before"] == [1, 1]  # one sample, at one step

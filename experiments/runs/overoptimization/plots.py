@@ -54,7 +54,7 @@ def draw_curves(results: Results, path: Path, num_columns: int = 2, width: float
         figure = titled_figure(title, width, 0.7 + 2.7 * num_rows)
         for i, method in enumerate(methods):
             draw_method(figure.add_subplot(num_rows, num_columns, i + 1), results, method)
-        return save(figure, path, DPI, by_panel=num_columns > 1)
+        return save(figure, path, DPI)
 
 
 def draw_method(axes: Any, results: Results, method: str) -> None:
