@@ -75,15 +75,6 @@ def centering_penalty(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tenso
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-def logistic_loss(logits: Tensor, label_smoothing: float) -> Tensor:
-    """Logistic loss of labels that are wrong with chance e: the label_smoothing.
-
-    -(1 - e) log sigma(logits) - e log sigma(-logits), of the shape of the logits.
-    """
-    e = label_smoothing
-    return -(1 - e) * F.logsigmoid(logits) - e * F.logsigmoid(-logits)
-
-
 def preference_loss(
     chosen_logps: Tensor,
     rejected_logps: Tensor,

@@ -5,7 +5,7 @@
 Its mean over labels that are flipped with chance e, label_smoothing, is the loss on the true ones.
 """
 
-from common.losses import logistic_loss
+from common.objectives.preference.sigmoid import logistic_loss
 
 
 def robust(

@@ -6,7 +6,7 @@
 With label_smoothing e > 0, the share of wrong labels, conservative DPO (Mitchell 2023).
 """
 
-from common.losses import logistic_loss
+import torch.nn.functional as F  # noqa: N812
 
 
 def sigmoid(
@@ -21,3 +21,8 @@ def sigmoid(
     """Loss of each pair (N,)."""
     logits = chosen_logps - rejected_logps - (ref_chosen_logps - ref_rejected_logps)  # D
     return logistic_loss(beta * logits, label_smoothing)
+
+
+def logistic_loss(logits, e):
+    """-log sigma(logits) of labels that are wrong with chance e."""
+    return -(1 - e) * F.logsigmoid(logits) - e * F.logsigmoid(-logits)

@@ -3,7 +3,7 @@
 loss = -log sigma(beta (log pi_w / |y_w| - log pi_l / |y_l|) - gamma)
 """
 
-from common.losses import logistic_loss
+from common.objectives.preference.sigmoid import logistic_loss
 
 PER_TOKEN = True
 
