@@ -69,7 +69,6 @@ def main(config: GRPOConfig) -> None:
     """Train, export, evaluate."""
     from common.checkpoint.resume import find_checkpoint
     from common.grpo.held_out import HeldOut
-    from common.model import lora
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Sampler
     from common.sampling.vllm.sampler import EngineSampler
@@ -104,8 +103,6 @@ def main(config: GRPOConfig) -> None:
     self_checks.only_tokens_matter(policy, config, is_projected=config.has_exact_kl)
     # One that does not move is not saved: it is read again on resuming.
     moving_reference = reference if config.ref_update_steps > 0 else None
-    if moving_reference is not None:
-        lora.require_same_shapes(moving_reference, policy)
     run = Run(policy, order, config, resume_from, vocabulary, moving_reference)
     sample_groups = partial(sample_and_reward, run, sampler, scorer, config)
     step_monitor = StepMonitor(run.metrics, config)
@@ -149,7 +146,7 @@ def main(config: GRPOConfig) -> None:
                 batch_losses.append(loss.detach())
             run.update(batch_losses)
         if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
-            lora.mix_into(moving_reference, policy, config.ref_mixup_alpha)
+            fsdp.mix_into(moving_reference, policy, config.ref_mixup_alpha)
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation

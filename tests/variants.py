@@ -181,7 +181,6 @@ VARIANTS: dict[str, list[Flags]] = {
             "max_dropped_fraction": 0.2,  # cut to 8 tokens some pairs are identical
         },
         *FURTHER_LORA,
-        {**LORA, "ref_update_steps": 2},
     ],
 }
 

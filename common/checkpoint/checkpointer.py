@@ -116,7 +116,7 @@ class Checkpointer:
         state = sharded_state.trained_state(self.model, self.optimizer)
         if self.reference is not None:
             fsdp.reshard(self.reference)
-            state["reference"] = sharded_state.reference_state(self.reference)
+            state["reference"] = sharded_state.whole_state(self.reference)
         rank_sums = {name: sums.tolist() for name, sums in self._sums.items()}
         contents: State = {
             "step": step,

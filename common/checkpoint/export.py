@@ -89,7 +89,7 @@ def settings_of(
             generation.eos_token_id = list(vocabulary.stop_ids)
             generation.pad_token_id = vocabulary.pad_id
             generation.save_pretrained(name)
-        if settings := getattr(lm, "peft_config", {}).get(lora.TRAINED):
+        if settings := getattr(lm, "peft_config", {}).get(lora.ADAPTER):
             settings = copy.copy(settings)
             settings.inference_mode = True  # as peft writes it
             settings.save_pretrained(name)

@@ -115,8 +115,8 @@ def export(checkpoint: Path, output_dir: Path, config: ModelFlags, base: str = "
         if not base:
             base, revision = manifest["adapters"]["model_name_or_path"], of_adapter.revision
             config = replace(config, model_name_or_path=base, model_revision=revision or "main")
-        lora.inject(lm, of_adapter, lora.TRAINED)
-        lm.peft_config = {lora.TRAINED: of_adapter}
+        lora.inject(lm, of_adapter)
+        lm.peft_config = {lora.ADAPTER: of_adapter}
 
     def below() -> dict[str, Tensor]:
         try:

@@ -68,7 +68,7 @@ def restore_state(
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state = trained_state(model, optimizer)
     if reference is not None:
-        state["reference"] = reference_state(reference)
+        state["reference"] = whole_state(reference)
     try:
         load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
@@ -145,9 +145,6 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return {"model": trained, "optimizer": optimizer_state["state"]}
 
 
-def reference_state(reference: nn.Module) -> State:
-    """The shards of a reference that changes; only the adapter if it is inside the policy."""
-    state: State = get_model_state_dict(reference)
-    if isinstance(reference, lora.AdapterReference):
-        return {k: v for k, v in state.items() if lora.belongs_to(k, lora.REFERENCE)}
-    return hf_folder.once_each(reference, state)
+def whole_state(reference: nn.Module) -> State:
+    """The shards of a reference that changes."""
+    return hf_folder.once_each(reference, get_model_state_dict(reference))

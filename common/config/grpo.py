@@ -146,6 +146,8 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         functions = short_names(self.reward_funcs).values()
         if slash and kind.endswith("reward") and function not in functions:
             raise self.refused("metric_for_best_model", f"{kind}/ and one of {[*functions]}")
+        if self.lora_r and self.ref_update_steps:
+            raise self.refused("ref_update_steps", "0 with --lora_r: only whole models move")
         refuse_rollouts(self)
         self.advantages = self.advantages or self.scale_rewards or "group"
         if self.advantages == self.scale_rewards:
@@ -160,8 +162,6 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         flags = [name for kind in self.objective_kinds() for name in kind.flags]
         self.objective_args = as_arguments({n: settings[n] for n in settings if n not in flags})
         refuse_objective(self)
-        if self.beta > 0:
-            refuse_reference(self)
         if self.has_kl_in_reward:
             refuse_kl_in_reward(self)
 
@@ -245,18 +245,6 @@ def refuse_objective(config: GRPOConfig) -> None:
     why = "which has no term for it" if function.takes_each_function else f"of rewards >= {least:g}"
     if config.has_kl_in_reward:
         raise config.refused("kl_estimator", f"another one {where}, {why}")
-
-
-def refuse_reference(config: GRPOConfig) -> None:
-    """Raise a UserError for a moving reference that cannot take the adapters."""
-    if not (config.lora_r and config.ref_update_steps):
-        return
-    if config.ref_mixup_alpha != 1:
-        reason = "a mixture of two adapters has a higher rank"
-        raise config.refused("ref_mixup_alpha", f"1 with --lora_r: {reason}")
-    if config.ref_model_name_or_path != config.model_name_or_path:
-        where = "with --lora_r and --ref_update_steps"
-        raise config.refused("ref_model_name_or_path", f"empty {where}: the policy's own move")
 
 
 def refuse_kl_in_reward(config: GRPOConfig) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -294,6 +295,19 @@ def reshard(module: nn.Module) -> None:
     """Free weights that a forward without backward left gathered: parameters are shards again."""
     for unit in fsdp_units(module):
         unit.reshard()
+
+
+@torch.no_grad()
+def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
+    """Set target to alpha source + (1 - alpha) target, shard by shard, without communication.
+
+    The target has the source's parameters and sharding.
+    """
+    reshard(target)
+    reshard(source)
+    for pair in zip(target.parameters(), source.parameters(), strict=True):
+        old, new = (p.to_local() if isinstance(p, DTensor) else p for p in pair)
+        old.lerp_(new, alpha)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -6,8 +6,7 @@ peft's layers are put into the model in place, so that it keeps its Hugging Face
 Adapters are float32 like all parameters: under bf16 FSDP gathers bfloat16 copies of them, and the
 optimiser keeps the float32 ones.
 
-With its adapters off the policy is the one before training, so a reference needs no second model. A
-reference that moves (`ref_update_steps`) is a second, frozen set of adapters in the same model.
+With its adapters off the policy is the one before training, so a reference needs no second model.
 """
 
 import re
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from common import distributed
@@ -28,7 +26,7 @@ from common.errors import UserError
 from common.model import fsdp
 from common.noise import derive_seed
 
-TRAINED, REFERENCE = "default", "reference"  # adapters in a model; peft calls the first `default`
+ADAPTER = "default"  # peft's name of an adapter, in those of its parameters
 # Classes of linear layers. Other subclasses of nn.Linear are routers, which return a tuple.
 LINEAR = ("Linear", "Conv1D", "FalconLinear")
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -37,9 +35,9 @@ SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
     """Write the trained adapter's weights, picked out of the `state`, as peft's file."""
     named = {
-        "base_model.model." + name.replace(f".{TRAINED}.", "."): tensor.contiguous()
+        "base_model.model." + name.replace(f".{ADAPTER}.", "."): tensor.contiguous()
         for name, tensor in state.items()
-        if belongs_to(name, TRAINED) or is_saved_whole(lm, name)
+        if ".lora_" in name or is_saved_whole(lm, name)
     }
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
@@ -63,10 +61,7 @@ def add_adapters(
     assert isinstance(config, TrainConfig)
     settings = new_settings(lm, path, config)
     torch.manual_seed(derive_seed(config.seed, "LoRA adapters"))
-    has_moving_reference = config.ref_update_steps > 0
-    adapters = (TRAINED, REFERENCE) if has_moving_reference else (TRAINED,)
-    for adapter in adapters:
-        inject(lm, settings, adapter)
+    inject(lm, settings)
     distributed.seed_everything(config.seed)
     weights = [layer.base_layer.weight for layer in adapted_layers(lm).values()]
     if len(set(weights)) < len(weights):
@@ -77,10 +72,9 @@ def add_adapters(
     print_share(lm)
     if hasattr(lm, "score"):  # after injecting, where peft would have copied the head
         settings.task_type, settings.modules_to_save = "SEQ_CLS", ["score"]
-    lm.peft_config = dict.fromkeys(adapters, settings)
+    lm.peft_config = {ADAPTER: settings}
     for name, parameter in lm.named_parameters():
-        parameter.requires_grad_(belongs_to(name, TRAINED) or is_saved_whole(lm, name))
-    activate(lm, [TRAINED])
+        parameter.requires_grad_(".lora_" in name or is_saved_whole(lm, name))
 
 
 def print_share(lm: nn.Module) -> None:
@@ -138,7 +132,7 @@ def new_settings(lm: Any, path: str, config: TrainConfig) -> Any:
 def description(model: nn.Module) -> dict[str, Any] | None:
     """Base and shape of the adapters, for a checkpoint's manifest; None without LoRA."""
     for module in model.modules():
-        if settings := getattr(module, "peft_config", {}).get(TRAINED):
+        if settings := getattr(module, "peft_config", {}).get(ADAPTER):
             return {
                 "lora_r": settings.r,
                 "lora_alpha": settings.lora_alpha,
@@ -148,25 +142,19 @@ def description(model: nn.Module) -> dict[str, Any] | None:
     return None
 
 
-def inject(lm: Any, settings: Any, adapter: str) -> None:
-    """Wrap the layers that the settings name in peft's, or add an adapter to wrapped ones."""
+def inject(lm: Any, settings: Any) -> None:
+    """Wrap the layers that the settings name in peft's."""
     from peft import inject_adapter_in_model
 
     on_meta = lm.device.type == "meta"
-    inject_adapter_in_model(settings, lm, adapter_name=adapter, low_cpu_mem_usage=on_meta)
-    del lm.peft_config  # with it peft warns at the next adapter
+    inject_adapter_in_model(settings, lm, adapter_name=ADAPTER, low_cpu_mem_usage=on_meta)
     # A head that is tied to the embedding must have no adapter.
     assert fsdp.inside_blocks(lm).issuperset(adapted_layers(lm).values())
 
 
-def belongs_to(name: str, adapter: str) -> bool:
-    """Whether a parameter with this name is a matrix of the adapter."""
-    return name.endswith((f".lora_A.{adapter}.weight", f".lora_B.{adapter}.weight"))
-
-
 def is_saved_whole(lm: Any, name: str) -> bool:
     """Whether a parameter is of a module that is trained whole, such as a reward head."""
-    return name.rpartition(".")[0] in (lm.peft_config[TRAINED].modules_to_save or [])
+    return name.rpartition(".")[0] in (lm.peft_config[ADAPTER].modules_to_save or [])
 
 
 def adapted_layers(lm: nn.Module) -> dict[str, Any]:
@@ -185,7 +173,7 @@ def activate(lm: nn.Module, adapters: list[str]) -> None:
 
 
 class AdapterReference(nn.Module):
-    """The reference of a LoRA run: the policy with its adapters off, or with frozen ones."""
+    """The reference of a LoRA run: the policy with its adapters off."""
 
     def __init__(self, policy: nn.Module) -> None:
         """Share a sharded policy with adapters."""
@@ -199,42 +187,11 @@ class AdapterReference(nn.Module):
 
     def forward(self, batch: Any, **options: Any) -> Any:
         """The forward of the policy before training."""
-        layers = adapted_layers(self.policy).values()
-        has_frozen = any(REFERENCE in layer.lora_A for layer in layers)
-        activate(self.policy, [REFERENCE] if has_frozen else [])
+        activate(self.policy, [])
         try:
             return self.policy(batch, **options)
         finally:
-            activate(self.policy, [TRAINED])
-
-
-def require_same_shapes(reference: nn.Module, policy: nn.Module) -> None:
-    """Raise a UserError for a reference that cannot take the policy's weights."""
-    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (reference, policy)]
-    if not isinstance(reference, AdapterReference) and shapes[0] != shapes[1]:
-        raise UserError(
-            "--ref_update_steps needs a --ref_model_name_or_path with parameters of the shapes of "
-            "--model_name_or_path."
-        )
-
-
-@torch.no_grad()
-def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
-    """Set target to alpha source + (1 - alpha) target, shard by shard, without communication.
-
-    The target has the source's parameters and sharding; or it is an `AdapterReference` of the
-    source, and its frozen adapter is set.
-    """
-    fsdp.reshard(target)
-    fsdp.reshard(source)
-    pairs = zip(target.parameters(), source.parameters(), strict=True)
-    if isinstance(target, AdapterReference):
-        named = list(source.named_parameters())
-        copied, trained = ([p for n, p in named if belongs_to(n, a)] for a in (REFERENCE, TRAINED))
-        pairs = zip(copied, trained, strict=True)
-    for old, new in pairs:
-        shards = [p.to_local() if isinstance(p, DTensor) else p for p in (old, new)]
-        shards[0].lerp_(shards[1], alpha)
+            activate(self.policy, [ADAPTER])
 
 
 # --- adapters merged into weights -----------------------------------------------------------------
@@ -245,7 +202,7 @@ def merged_weight(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
     `a` is (r, in), `b` (out, r), and the weight (out, in), or (in, out) of a `Conv1D`.
     """
-    update: Tensor = layer.scaling[TRAINED] * (b.float() @ a.float())  # (out, in)
+    update: Tensor = layer.scaling[ADAPTER] * (b.float() @ a.float())  # (out, in)
     return weight.float() + (update.t() if layer.fan_in_fan_out else update)
 
 
@@ -257,7 +214,7 @@ def merged_state(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     base = {plain_name(name): state.pop(name) for name in list(state) if ".lora_" not in name}
     merged = {name: w.float() if w.is_floating_point() else w for name, w in base.items()}
     for name, layer in adapted_layers(lm).items():
-        a, b = (state[f"{name}.lora_{matrix}.{TRAINED}.weight"] for matrix in "AB")
+        a, b = (state[f"{name}.lora_{matrix}.{ADAPTER}.weight"] for matrix in "AB")
         merged[f"{name}.weight"] = merged_weight(layer, merged[f"{name}.weight"], a, b)
     return merged
 

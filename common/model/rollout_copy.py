@@ -71,7 +71,7 @@ def whole_weights(lm: nn.Module) -> Callable[[str, torch.dtype], torch.Tensor]:
         layer = adapted.get(name.removesuffix(".weight"))
         if layer is None:
             return gather(weights[name], dtype)
-        matrices = (layer.lora_A[lora.TRAINED].weight, layer.lora_B[lora.TRAINED].weight)
+        matrices = (layer.lora_A[lora.ADAPTER].weight, layer.lora_B[lora.ADAPTER].weight)
         weight, a, b = (gather(p, torch.float32) for p in (weights[name], *matrices))
         return lora.merged_weight(layer, weight, a, b).to(dtype)
 

@@ -312,15 +312,15 @@ def saved_bytes(run: Run) -> float:
     """The copy of its state that a rank writes from, while training goes on.
 
     The state (`state.trained_state`) is float32 shards of what is trained, of both its moments, and
-    of a reference that is updated: inside a policy with adapters that is a frozen copy of them.
+    of a reference that is updated.
     The copy stays for a while after it was written, until Python collects what refers to itself.
     Without `async_save` there is none: a tensor at a time leaves a GPU (`state.ShardWriter`).
     """
     shards = run.num_shards
     trained = run.policy.numbers(shards, trained=True)
     kept = (1 + MOMENTS_OF_ADAM) * trained
-    if run.config.ref_update_steps > 0:
-        kept += run.reference.numbers(shards) if run.reference else trained
+    if run.config.ref_update_steps > 0 and run.reference:
+        kept += run.reference.numbers(shards)
     if not run.config.async_save:
         units = (*run.policy.blocks, run.policy.root)
         largest = max(numbers([p], shards, trained=True) for unit in units for p in unit)

@@ -38,7 +38,7 @@ from common.grpo.minibatches import MicroBatch, OldLogps
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups, SelectedCandidates, select
 from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
-from common.model import lora
+from common.model import fsdp
 from common.padding import MAKERS
 from common.record.metrics import Accumulator
 from common.rewards import functions
@@ -664,14 +664,11 @@ def test_logits_that_are_not_the_head_s_are_refused(layout):
 def test_mixing_moves_the_reference_by_its_share():
     policy, reference = (Policy(tiny.causal_lm("gpt2", seed=seed)) for seed in (1, 2))
     before = [p.detach().clone() for p in reference.parameters()]
-    lora.mix_into(reference, policy, 0.25)
+    fsdp.mix_into(reference, policy, 0.25)
     for p, old, new in zip(reference.parameters(), before, policy.parameters(), strict=True):
         torch.testing.assert_close(p, 0.25 * new + 0.75 * old)
-    lora.mix_into(reference, policy, 1.0)
+    fsdp.mix_into(reference, policy, 1.0)
     assert all(map(torch.equal, reference.parameters(), policy.parameters()))
-    lora.require_same_shapes(policy, reference)
-    with pytest.raises(UserError, match="--ref_update_steps"):
-        lora.require_same_shapes(policy, Policy(tiny.causal_lm("gpt2", width=16)))
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -855,7 +852,6 @@ def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for(base, flags, est
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(base: Path, num_ranks: int):
-    """`test_lora.py` has it of adapters."""
     flags = {"ref_update_steps": 1, "ref_mixup_alpha": 0.5, "save_steps": 2, "beta": 0.5}
     flags |= EVALUATED
     folder = base / f"resume_{num_ranks}"
@@ -896,11 +892,10 @@ def test_a_signal_between_the_updates_of_a_step_waits_for_the_last_one(base, mon
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize("kind", [{}, {"lora_r": 2}], ids=["full", "lora"])
-def test_a_reference_that_was_just_replaced_is_the_policy(base: Path, kind: dict[str, Any]):
+def test_a_reference_that_was_just_replaced_is_the_policy(base: Path):
     """The KL is measured before the update of the step: 0 after each replacement, else not."""
-    folder = base / f"replaced_{len(kind)}"
-    flags = {"beta": 0.5, "learning_rate": 1e-2, **kind}
+    folder = base / "replaced"
+    flags = {"beta": 0.5, "learning_rate": 1e-2}
     moving = grpo_job(base, folder / "moving", **flags, ref_update_steps=1)
     launch(run_stages, 2, base, jobs=[moving, grpo_job(base, folder / "fixed", **flags)])
     moving_kl, fixed_kl = (
@@ -948,12 +943,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"lora_r": 4, "lora_alpha": 0}, ["--lora_alpha is 0; it must be above 0"]),
     ({"lora_target_modules": ["c_fc"]}, ["must be empty without --lora_r"]),
     (
-        {"lora_r": 4, "ref_update_steps": 2, "ref_mixup_alpha": 0.5},
-        ["--ref_mixup_alpha is 0.5; it must be 1 with --lora_r"],
-    ),
-    (
-        {"lora_r": 4, "ref_update_steps": 2, "ref_model_name_or_path": "b"},
-        ["--ref_model_name_or_path is b; it must be empty with --lora_r and"],
+        {"lora_r": 4, "ref_update_steps": 2},
+        ["--ref_update_steps is 2; it must be 0 with --lora_r"],
     ),
 ]
 

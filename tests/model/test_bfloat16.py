@@ -145,7 +145,7 @@ def test_references_have_the_bits_of_fsdp_also_one_that_moves() -> None:
             reference = shard(frozen, config, distributed.mesh(), moves=moves)
             values += [reference(batch).token_logps for batch in micro_batches(config)]
         for _ in range(2):
-            lora.mix_into(reference, policy, 1e-3)  # bfloat16 would lose it
+            fsdp.mix_into(reference, policy, 1e-3)  # bfloat16 would lose it
             values += [reference(batch).token_logps for batch in micro_batches(config)]
         values += [whole(p.detach()) for p in reference.parameters()]
         runs.append(values)

@@ -28,7 +28,6 @@ from transformers import (
 from common import distributed
 from common.checkpoint import export, hf_folder, layout
 from common.checkpoint.export import ExportConfig
-from common.config.grpo import GRPOConfig
 from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.forward import Policy
@@ -212,23 +211,6 @@ def test_a_reference_that_was_asked_first_leaves_gradients_to_the_policy(bases, 
     assert all((p.grad is not None) == (".lora_" in n) for n, p in policy.named_parameters())
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_reference_that_is_replaced_is_the_policy_at_that_moment(bases, bf16):
-    moves = {"ref_update_steps": 2, "reward_funcs": ["gold"], "config": GRPOConfig}
-    policy = new_policy(bases["gpt2"], bf16=bf16, **moves)
-    reference = AdapterReference(policy)
-    base = logps_of(policy)
-    assert torch.equal(logps_of(reference), base)
-    train(policy)
-    assert torch.equal(logps_of(reference), base)
-    lora.mix_into(reference, policy, 1.0)
-    replaced = logps_of(policy)
-    assert torch.equal(logps_of(reference), replaced)
-    train(policy)
-    assert torch.equal(logps_of(reference), replaced)
-    assert float((logps_of(policy) - replaced).abs().max()) > 0.1
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_sampler_draws_from_base_and_adapters(bases, family, bf16):
@@ -286,8 +268,7 @@ def test_a_base_is_held_in_bfloat16_if_it_loses_nothing_and_exported_as_it_was(
     path = str(tmp_path / "base")
     shutil.copytree(bases["llama"], path)
     AutoModelForCausalLM.from_pretrained(path, dtype=stored).save_pretrained(path)
-    moves = {"ref_update_steps": 1, "reward_funcs": ["gold"], "config": GRPOConfig}
-    policy = train(new_policy(path, bf16=True, **moves))
+    policy = train(new_policy(path, bf16=True))
     held = {"base": set(), "adapters": set()}
     for name, p in policy.named_parameters():
         held["adapters" if ".lora_" in name else "base"].add(p.dtype)
@@ -365,14 +346,13 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage and its flags
     "reward": ("reward", {"model_name_or_path": BASE, "learning_rate": 1e-3}),
     "dpo": ("dpo", {"model_name_or_path": SFT}),
     "grpo": ("grpo", {"model_name_or_path": BASE}),
-    "grpo moving": ("grpo", {"model_name_or_path": BASE, "ref_update_steps": SAVED}),
 }
 COPIES = {  # the same weights under another name: a second model is loaded
     "dpo copy": ("dpo", {"model_name_or_path": SFT, "ref_model_name_or_path": "copy/sft"}),
     "grpo copy": ("grpo", {"model_name_or_path": BASE, "ref_model_name_or_path": "copy/base"}),
 }
 OWN_PAD = ("reward", {"model_name_or_path": BASE, "tokenizer_name_or_path": "own_pad"})
-RESUMED = ("sft", "reward", "grpo", "grpo moving")
+RESUMED = ("sft", "reward", "grpo")
 
 
 @pytest.fixture(scope="module")
