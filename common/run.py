@@ -70,26 +70,21 @@ class Run:
         commit = getattr(lm.config, "_commit_hash", None)  # of a model of the hub
         self.logger = RunLogger(config, self.total_steps, self.step, commit)
 
-    def steps(self, evaluate: Hook, show: Hook | None = None) -> Iterator[int]:
-        """The remaining steps, counted from 0; each ends with `end_step`.
-
-        If the run was saved because a hook of `end_step` failed, that is called first.
-        """
-        if self.checkpointer.num_hooks is not None:
-            self.call_hooks(self.step, evaluate, show, self.checkpointer.num_hooks)
+    def steps(self) -> Iterator[int]:
+        """The remaining steps, counted from 0; each ends with `end_step`."""
         for step in range(self.step, self.total_steps):
             self.step, self.has_updated = step, False
             yield step
 
     @contextmanager
-    def saved_on_user_error(self, step: int, num_hooks: int | None = None) -> Iterator[None]:
-        """Save the run, after so many steps and hooks, if a UserError is raised. Collective."""
+    def saved_on_user_error(self, step: int) -> Iterator[None]:
+        """Save the run, after so many steps, if a UserError is raised. Collective."""
         try:
             with distributed.together():
                 yield
         except UserError as error:
             if step:
-                self.checkpointer.save_after(error, step, num_hooks)
+                self.checkpointer.save_after(error, step)
             raise
 
     def prefetched(self, step: int, make: Callable[[int], list[AnyBatch]]) -> list[AnyBatch]:
@@ -144,7 +139,8 @@ class Run:
     def end_step(self, evaluate: Hook, show_samples: Hook | None = None, **values: Any) -> None:
         """Log the metrics with `values`, and evaluate, show samples and save where due. Collective.
 
-        After the last step `finish` evaluates and shows samples.
+        After the last step `finish` evaluates and shows samples. If one of these fails, the run is
+        saved, and resuming goes on behind it.
         """
         done, config = self.step + 1, self.config
         self.metrics.add_values(**values, epoch=done / self.order.steps_per_epoch)
@@ -152,18 +148,13 @@ class Run:
         is_last = done == self.total_steps
         if is_last or is_due(done, config.logging_steps):
             self.logger.log_training(done, self.metrics)
-        if not is_last:
-            self.call_hooks(done, evaluate, show_samples)
+        hooks = ((evaluate, config.eval_steps), (show_samples, config.sample_steps))
+        for hook, interval in () if is_last else hooks:
+            if hook and is_due(done, interval):
+                with self.saved_on_user_error(done):
+                    hook(done)
         if config.save_steps and (is_last or is_due(done, config.save_steps)):
             self.checkpointer.save(done)
-
-    def call_hooks(self, done: int, evaluate: Hook, show: Hook | None, num_called: int = 0) -> None:
-        """Call the hooks that are due after so many steps, except the first ones. Collective."""
-        due = [evaluate] * is_due(done, self.config.eval_steps)
-        due += [show] * is_due(done, self.config.sample_steps) if show else []
-        for number, hook in enumerate(due[num_called:], start=num_called):
-            with self.saved_on_user_error(done, number):
-                hook(done)
 
     def finish(self, hooks: Sequence[Hook], shift: Callable[[], float] = lambda: 0.0) -> None:
         """Export, and only then evaluate and show samples. Collective.

@@ -70,8 +70,6 @@ class Checkpointer:
         self._sums: dict[str, torch.Tensor] = {}  # of the metrics when it began
         self._saved_step = -1
         self._vote = signals.StopVote()
-        # Of a checkpoint saved because a hook after its last step failed: those called before it
-        self.num_hooks: int | None = None
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -87,21 +85,21 @@ class Checkpointer:
         self._sums = self.metrics.snapshot()
         self._save(step)
 
-    def save_before(self, step: int, num_hooks: int | None = None) -> str:
+    def save_before(self, step: int) -> str:
         """Save the state before the unfinished `step`, if it is not saved yet. Collective.
 
         Returns `resume_advice` for it, or raises a UserError as `save` does.
         """
         self._begin(step)
         if self._saved_step != step:
-            self._save(step, num_hooks)
+            self._save(step)
         self.wait()
         return self.resume_advice(step)
 
-    def save_after(self, error: UserError, step: int, num_hooks: int | None = None) -> None:
+    def save_after(self, error: UserError, step: int) -> None:
         """`save_before`, whose advice, or whose error, is added to an earlier error. Collective."""
         try:
-            error.add(f"; {self.save_before(step, num_hooks)}")
+            error.add(f"; {self.save_before(step)}")
         except UserError as second:
             error.add(f"; {str(second).removesuffix('.')}")
 
@@ -110,7 +108,7 @@ class Checkpointer:
         if step != self._step:
             self._step, self._sums = step, self.metrics.snapshot()
 
-    def _save(self, step: int, num_hooks: int | None = None) -> None:
+    def _save(self, step: int) -> None:
         self.wait()
         fsdp.reshard(self.model)
         state = sharded_state.trained_state(self.model, self.optimizer)
@@ -126,7 +124,6 @@ class Checkpointer:
             "has_reference": self.reference is not None,
             "adapters": lora.description(self.model),
             "lines": {},
-            "num_hooks": num_hooks,
             "sums": distributed.from_all_ranks([rank_sums]),  # by rank: addition rounds by order
         }
         if distributed.is_rank0():
@@ -235,7 +232,6 @@ class Checkpointer:
         if folder is not None:
             manifest = restore_state(folder, self.model, self.optimizer, self.reference)
             self._restore_sums(manifest["sums"])
-            self.num_hooks = manifest.get("num_hooks")
             distributed.print_rank0(f"resuming after step {manifest['step']} from {folder}")
             if folder.parent.resolve() == (self.output_dir / "checkpoints").resolve():
                 self._saved_step = manifest["step"]
