@@ -28,7 +28,7 @@ from common.checkpoint import best, hf_folder, layout, resume, sharded_state
 from common.checkpoint.sharded_state import State, cause, restore_state
 from common.config.stages import TrainConfig
 from common.errors import UserError
-from common.model import fsdp, lora
+from common.model import fsdp
 from common.record import output_lock
 from common.record.jsonl import keep_lines, num_lines
 from common.record.metrics import Accumulator
@@ -121,8 +121,6 @@ class Checkpointer:
             "stage": type(self.config).__name__,
             "config": asdict(self.config),
             "world_size": distributed.world_size(),
-            "has_reference": self.reference is not None,
-            "adapters": lora.description(self.model),
             "lines": {},
             "sums": distributed.from_all_ranks([rank_sums]),  # by rank: addition rounds by order
         }

@@ -108,12 +108,12 @@ def export(checkpoint: Path, output_dir: Path, config: ModelFlags, base: str = "
     with torch.device("meta"):
         lm: Any = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
     state = read_weights(checkpoint)
-    if manifest["adapters"]:
+    if (folder / lora.SETTINGS_FILE).exists():
         from peft import LoraConfig
 
         of_adapter = LoraConfig.from_pretrained(str(folder))
         if not base:
-            base, revision = manifest["adapters"]["model_name_or_path"], of_adapter.revision
+            base, revision = of_adapter.base_model_name_or_path, of_adapter.revision
             config = replace(config, model_name_or_path=base, model_revision=revision or "main")
         lora.inject(lm, of_adapter)
         lm.peft_config = {lora.ADAPTER: of_adapter}

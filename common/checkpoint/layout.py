@@ -10,7 +10,6 @@ A checkpoint is written under another name, flushed to the disk and renamed, so 
 name was complete once. The checksums show later damage. Nothing in it is pickled.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -26,7 +25,6 @@ from common.record.run_folder import METRICS, SAMPLES, digest
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_\d{8,}")
 SETTINGS = "settings"  # files other than weights of an exported folder
-NEEDED = ("adapters", "config", "files", "has_reference", "lines", "stage", "step", "sums")
 RECORDS = (METRICS, SAMPLES)  # of the run, a line for each logged item
 PARTIAL = ".partial"  # suffix of a folder that is being written
 
@@ -53,33 +51,22 @@ def newest_first(output_dir: Path) -> list[Path]:
 
 
 def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
-    """Write the manifest with its checksum."""
-    text = json.dumps(dict(contents), indent=1)
-    with (folder / MANIFEST).open("w") as file:
-        json.dump({"sha256": _digest(text), "contents": json.loads(text)}, file, indent=1)
+    """Write the manifest."""
+    (folder / MANIFEST).write_text(json.dumps(dict(contents), indent=1))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the file of `write_manifest`.
+    """Read the manifest.
 
     Raises:
-        ValueError: it is missing or was changed.
+        ValueError: it is missing or damaged, or another version has written it.
     """
-    try:
-        record = json.loads((folder / MANIFEST).read_text())
-        contents = dict(record["contents"])
-        is_intact = _digest(json.dumps(contents, indent=1)) == record["sha256"]
-    except FileNotFoundError:
-        raise ValueError(f"it has no {MANIFEST}") from None
-    except (OSError, ValueError, TypeError, KeyError):
-        is_intact = False
-    if not is_intact:
-        raise ValueError(f"{MANIFEST} is damaged")
+    contents: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        contents = json.loads((folder / MANIFEST).read_text())
+    if "files" not in contents:
+        raise ValueError(f"it has no {MANIFEST} of this version")
     return contents
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # ---- damage --------------------------------------------------------------------------------------
@@ -100,21 +87,11 @@ def damage(folder: Path) -> str:
 
 
 def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
-    """A fault of the list of files, "" for none, and the list, empty with a fault."""
+    """A fault of the manifest, "" for none, and its list of files, empty with a fault."""
     try:
-        contents = read_manifest(folder)
+        return "", read_manifest(folder)["files"]
     except ValueError as error:
         return str(error), {}
-    for name in NEEDED:
-        if name not in contents:
-            return f"{MANIFEST} has no {name!r}: another version has written it", {}
-    if NAME.fullmatch(folder.name) and step_of(folder) != contents["step"]:
-        return f"{MANIFEST} is of step {contents['step']}", {}
-    # torch reads every file with this suffix, in the manifest or not.
-    strays = {path.name for path in folder.glob("*.safetensors")} - contents["files"].keys()
-    if strays:
-        return f"{min(strays)} does not belong to it", {}
-    return "", contents["files"]
 
 
 def _wrong(file: Path, expected: Mapping[str, Any]) -> str:

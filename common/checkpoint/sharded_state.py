@@ -29,7 +29,6 @@ from torch.futures import Future
 from common import distributed
 from common.checkpoint import hf_folder, layout
 from common.errors import UserError, gist
-from common.model import lora
 
 State = dict[str, Any]
 CODES = {dtype: code for code, dtype in _TYPES.items()}  # of safetensors
@@ -47,24 +46,12 @@ def restore_state(
     Learning rate, betas and weight decay of the optimizer stay as they are.
 
     Raises:
-        UserError: the checkpoint is gone; or either it or this run has no changing reference; or
-            adapters or model differ.
+        UserError: the checkpoint is gone, or of another model.
     """
     try:
         manifest = layout.read_manifest(folder)
     except ValueError as error:  # it was removed since it was chosen
         raise UserError(f"the checkpoint {folder} cannot be read any more: {error}.") from None
-    if manifest["has_reference"] != (reference is not None):
-        has = "no updated" if reference is not None else "an updated"
-        raise UserError(
-            f"the checkpoint {folder} has {has} reference; give the --ref_update_steps of its run."
-        )
-    was, now = manifest["adapters"], lora.description(model)
-    if was != now:
-        raise UserError(
-            f"the checkpoint {folder} has the adapters {was}, and this run has {now}; give the "
-            "flags of its run."
-        )
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state = trained_state(model, optimizer)
     if reference is not None:

@@ -129,19 +129,6 @@ def new_settings(lm: Any, path: str, config: TrainConfig) -> Any:
     )
 
 
-def description(model: nn.Module) -> dict[str, Any] | None:
-    """Base and shape of the adapters, for a checkpoint's manifest; None without LoRA."""
-    for module in model.modules():
-        if settings := getattr(module, "peft_config", {}).get(ADAPTER):
-            return {
-                "lora_r": settings.r,
-                "lora_alpha": settings.lora_alpha,
-                "lora_target_modules": sorted(settings.target_modules),
-                "model_name_or_path": settings.base_model_name_or_path,
-            }
-    return None
-
-
 def inject(lm: Any, settings: Any) -> None:
     """Wrap the layers that the settings name in peft's."""
     from peft import inject_adapter_in_model

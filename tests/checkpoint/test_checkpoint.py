@@ -1,8 +1,8 @@
 """Checkpoints are whole or not taken for whole, and a stopped run loses nothing.
 
 - What is saved is the state at the call, whatever training does while it is written.
-- A file that was truncated, changed or lost, and a manifest that was, is named; the checkpoint
-  before it is taken, and if there is none the run does not silently start anew.
+- A file that was truncated, changed or lost is named; the checkpoint before it is taken, and if
+  there is none the run does not silently start anew.
 - `auto` goes on with the run that the config describes and refuses another one, naming the fields.
 - The newest `keep_last` and the best are kept; a disk that refuses leaves the last one whole.
 - Nothing in a checkpoint is pickled.
@@ -14,7 +14,6 @@ About `common.checkpoint` and `common.record.output_lock`.
 
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -141,36 +140,13 @@ def flip(folder: Path) -> None:
     (folder / SHARD).write_bytes(content)
 
 
-def edit_manifest(folder: Path) -> None:
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
-
-
-def write_as_another_version(folder: Path) -> None:
-    contents = layout.read_manifest(folder)
-    del contents["sums"]
-    layout.write_manifest(folder, contents)
-
-
-def of_step_2(folder: Path, name: str) -> Path:
-    return folder.with_name("step_00000002") / name
-
-
 DAMAGE: list[tuple[Any, str]] = [
     (lambda folder: os.truncate(folder / SHARD, 1000), f"{SHARD} has 1000 bytes, not "),
     (flip, f"{SHARD} does not have its checksum"),
     (lambda folder: (folder / SHARD).unlink(), f"{SHARD} is missing"),
-    (edit_manifest, "manifest.json is damaged"),
-    (
-        lambda folder: shutil.copy(of_step_2(folder, "manifest.json"), folder),
-        "manifest.json is of step 2",
-    ),
     (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
-    (  # torch would read it, and the older numbers in it
-        lambda folder: shutil.copy(of_step_2(folder, SHARD), folder / "copy.safetensors"),
-        "copy.safetensors does not belong to it.",
-    ),
-    (write_as_another_version, "manifest.json has no 'sums': another version has written it."),
+    (lambda folder: os.truncate(folder / "manifest.json", 99), "it has no manifest.json"),
+    (lambda folder: (folder / "manifest.json").write_text("{}"), "it has no manifest.json"),
 ]
 
 

@@ -512,7 +512,7 @@ def test_ranks_end_with_the_same_state_and_each_model_is_read_once(folder):
         assert of_first["num_local"] < 0.6 * of_first["num_total"]
 
 
-@pytest.mark.parametrize("fields", [{"lora_alpha": 3}, {"lora_r": 1}, {"lora_r": 0}], ids=str)
+@pytest.mark.parametrize("fields", [{"lora_r": 1}, {"lora_r": 0}], ids=str)
 def test_adapters_of_other_flags_are_not_resumed(bases, tmp_path, fields):
     def built(**fields: Any) -> tuple[Policy, torch.optim.Optimizer]:
         policy = new_policy(bases["gpt2"], **fields)
@@ -523,5 +523,5 @@ def test_adapters_of_other_flags_are_not_resumed(bases, tmp_path, fields):
     saver.wait()
     folder = layout.folder_of(tmp_path, 1)
     assert tiny.checkpointer(tmp_path, *built()).load(folder) == 1
-    with pytest.raises(UserError, match="has the adapters .*; give the flags of its run"):
+    with pytest.raises(UserError, match="does not fit the model"):
         tiny.checkpointer(tmp_path, *built(**fields)).load(folder)
