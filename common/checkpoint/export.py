@@ -1,16 +1,16 @@
 """Export of a trained module as a model folder in Hugging Face's format.
 
-Also a command that exports a checkpoint:
+Also a command that writes a checkpoint's folders `model`, and with LoRA `adapter`, into it:
 
-    python -m common.checkpoint.export output/sft/checkpoints/step_00000500 --output_dir exported
+    python -m common.checkpoint.export output/sft/checkpoints/step_00000500
 """
 
 import copy
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import yaml
@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from transformers.dynamic_module_utils import custom_object_save
 
 from common import distributed
-from common.checkpoint import hf_folder, layout
+from common.checkpoint import hf_folder
 from common.checkpoint.sharded_state import cause
-from common.config.flags import ModelFlags, path_flag
-from common.config.parser import parse
+from common.config.flags import ModelFlags
 from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.model import fsdp, lora
-from common.record.run_folder import refuse_unwritable, short_path
+from common.record.run_folder import short_path
 from common.record.terminal import run_command
 from common.text.example import Vocabulary
 from common.text.sources import is_id
@@ -149,43 +148,6 @@ def shortened(value: Any) -> Any:
     return short_path(value) if isinstance(value, str) else value
 
 
-# ---- the command ---------------------------------------------------------------------------------
-
-
-@dataclass
-class ExportConfig(ModelFlags):
-    """The checkpoint to export."""
-
-    _what: ClassVar = "what"
-    checkpoint: str = path_flag("", "its folder; also as first word, without --", required=True)
-
-    _model: ClassVar = "model"
-    model_name_or_path: str = path_flag("", "base of adapters (empty: where the run had it)")
-
-
-def main(config: ExportConfig) -> None:
-    """Export a checkpoint.
-
-    Raises:
-        UserError: the folder is no checkpoint, or damaged, or `output_dir` has a model already.
-    """
-    checkpoint, output_dir = Path(config.checkpoint), Path(config.output_dir)
-    if not (checkpoint / layout.MANIFEST).is_file():
-        near = layout.newest_first(checkpoint) or layout.newest_first(checkpoint.parent)
-        advice = f"; give {near[0]}" if near else ""
-        raise UserError(f"{checkpoint} is no folder of a checkpoint{advice}.")
-    if reason := layout.damage(checkpoint):
-        raise UserError(f"the checkpoint {checkpoint} cannot be exported: {reason}.")
-    refuse_unwritable(config.output_dir)
-    if (model := output_dir / "model").exists():
-        raise UserError(f"{model} is there already; remove it or name another --output_dir.")
-    distributed.quieten()
-    config = hf_folder.with_folders(config)
-    hf_folder.export(checkpoint, output_dir, config, config.model_name_or_path)
-    print(f"the model is in {model}", flush=True)
-
-
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    is_named = not words or words[0].startswith("-")
-    run_command(lambda: main(parse(ExportConfig, words if is_named else ["--checkpoint", *words])))
+    checkpoint = sys.argv[-1]
+    run_command(lambda: print(hf_folder.exported(Path(checkpoint), ModelFlags(checkpoint))))

@@ -7,7 +7,7 @@ their base.
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from common.model import checks, load, lora
 from common.record.run_folder import CONFIG
 
 Config = TypeVar("Config", bound=ModelFlags)
-NOT_MODELS = ("output_dir", "resume_from_checkpoint", "checkpoint")  # paths of other things
+NOT_MODELS = ("output_dir", "resume_from_checkpoint")  # paths of other things
 OF_MODEL = ("config.json", "generation_config.json")  # in the folder of whole weights only
 
 
@@ -59,18 +59,16 @@ def write_folders(
     state: dict[str, Tensor],
     settings: Mapping[str, bytes],
     folder: Path,
-    below: Callable[[], dict[str, Tensor]] = dict,
 ) -> None:
     """Write a model with its adapter merged, and the adapter as the folder `adapter` next to it.
 
     Of `lm` only the structure is read. `state` has the whole weights; base weights are moved out,
-    so that none is held twice. `below` reads those that it lacks, once `adapter` is written.
+    so that none is held twice.
     """
     if lora.adapted_layers(lm):
         with layout.replacing(folder.with_name("adapter")) as partial:
             lora.save_adapter(lm, state, partial)
             write_settings(settings, partial, without=OF_MODEL)
-        state |= {name: tensor for name, tensor in below().items() if name not in state}
         state = lora.merged_state(lm, state)
     with layout.replacing(folder) as partial:
         # safetensors builds each file in memory
@@ -88,18 +86,15 @@ def once_each(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-def export(checkpoint: Path, output_dir: Path, config: ModelFlags, base: str = "") -> None:
+def export(checkpoint: Path, config: ModelFlags) -> None:
     """Write a checkpoint's `model`, its `adapter` if it has one, and the `config.yaml` of its run.
 
-    Needs no process group, and memory for one copy of the weights. The checkpoint must be whole.
-    `base` is the model under the adapters; empty: the run's.
+    Into the checkpoint, which must be whole. Needs memory for one copy of the weights.
 
     Raises:
-        UserError: it lacks something, or the base of its adapters cannot be read; by then
-            `adapter` is written.
+        UserError: the base of its adapters cannot be read.
     """
-    manifest, folder = layout.read_manifest(checkpoint), checkpoint / layout.SETTINGS
-    settings = read_settings(folder)
+    folder = checkpoint / layout.SETTINGS
     model_config = load.find_config(str(folder), None, config)
     is_classifier = checks.is_classifier(model_config)
     if is_classifier:
@@ -112,24 +107,14 @@ def export(checkpoint: Path, output_dir: Path, config: ModelFlags, base: str = "
         from peft import LoraConfig
 
         of_adapter = LoraConfig.from_pretrained(str(folder))
-        if not base:
-            base, revision = of_adapter.base_model_name_or_path, of_adapter.revision
-            config = replace(config, model_name_or_path=base, model_revision=revision or "main")
         lora.inject(lm, of_adapter)
         lm.peft_config = {lora.ADAPTER: of_adapter}
-
-    def below() -> dict[str, Tensor]:
-        try:
-            return read_base(base, folder, config, is_classifier=is_classifier)
-        except UserError as error:
-            raise UserError(
-                f"{output_dir / 'adapter'} is written, and cannot be merged into a model without "
-                f"its base: {error} Give that as --model_name_or_path."
-            ) from None
-
-    write_folders(lm, state, settings, output_dir / "model", below)
-    flags = yaml.safe_dump(manifest["config"], sort_keys=False)
-    (output_dir / CONFIG).write_text(flags, encoding="utf-8")
+        base, revision = of_adapter.base_model_name_or_path, of_adapter.revision
+        of_base = replace(config, model_name_or_path=base, model_revision=revision or "main")
+        state = read_base(base, folder, of_base, is_classifier=is_classifier) | state
+    write_folders(lm, state, read_settings(folder), checkpoint / "model")
+    flags = yaml.safe_dump(layout.read_manifest(checkpoint)["config"], sort_keys=False)
+    (checkpoint / CONFIG).write_text(flags, encoding="utf-8")
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -193,7 +178,7 @@ def exported(checkpoint: Path, config: ModelFlags) -> str:
         try:
             with FileLock(checkpoint / ".lock"):  # the second of two commands waits
                 if not model.is_dir():
-                    export(checkpoint, checkpoint, config)
+                    export(checkpoint, config)
                     print(f"the checkpoint {checkpoint} is exported to {model}", flush=True)
         except OSError as error:
             reason = gist(error)

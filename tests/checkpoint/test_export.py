@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import distributed
 from common.checkpoint import export, hf_folder, layout
 from common.checkpoint.checkpointer import Checkpointer
-from common.checkpoint.export import ExportConfig
 from common.config.grpo import GRPOConfig
 from common.config.stages import SFTConfig
 from common.errors import UserError
@@ -92,26 +91,15 @@ def test_of_two_commands_one_waits_for_the_other_s_export(run: Path) -> None:
     assert list((newest / "model").iterdir()) == []
 
 
-def test_what_is_no_checkpoint_or_damaged_is_refused(run, tmp_path, monkeypatch):
-    newest, before = layout.newest_first(run)
-
-    def refused(checkpoint: Path, output_dir: str = "out") -> str:
-        config = ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / output_dir))
-        with pytest.raises(UserError) as caught:
-            export.main(config)
-        return str(caught.value)
-
+def test_what_is_no_checkpoint_or_damaged_is_refused(run: Path) -> None:
+    newest = layout.newest_first(run)[0]
     for place in (run, newest.parent):
-        assert refused(place) == f"{place} is no folder of a checkpoint; give {newest}."
         with pytest.raises(
             UserError, match=f"holds no model; give a checkpoint in it, as '{newest}"
         ):
             load.find_config(str(place), None, tiny.train_config())
-    (tmp_path / "out" / "model").mkdir(parents=True)
-    assert "model is there already; remove it or name another --output_dir" in refused(newest)
     (newest / "settings" / "config.json").write_text("{}")
     reason = "settings/config.json has 2 bytes, not "
-    assert f"{newest} cannot be exported: {reason}" in refused(newest)
     with pytest.raises(UserError, match=f"{newest} cannot be read: {reason}"):
         hf_folder.with_folders(tiny.train_config(model_name_or_path=str(newest)))
 

@@ -9,6 +9,8 @@ kills of all ranks, is `python -m tests.fault_drill`. About `common.checkpoint.r
 
 import random
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,12 @@ from typing import Any
 import fault_drill
 import pytest
 import tiny
-from ranks import SHORT_RUN, launch, run_stages, untimed_lines
+from ranks import ROOT, SHORT_RUN, launch, run_stages, untimed_lines
 from safetensors.torch import load_file
 
 import train_sft
 from common import distributed
-from common.checkpoint import export, hf_folder, layout, resume
+from common.checkpoint import hf_folder, layout, resume
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, load, optim
@@ -144,10 +146,10 @@ def test_an_exported_checkpoint_is_the_run_s_own_model(folder, num_ranks, task, 
     """By this one process, from nothing but the checkpoint: the run may be gone."""
     run = folder / str(num_ranks) / task / "whole"
     moved = shutil.copytree(layout.folder_of(run, STEPS), tmp_path / "saved")
-    export.main(export.ExportConfig(checkpoint=str(moved), output_dir=str(tmp_path / "out")))
-    exported = hf_folder.read_settings(tmp_path / "out" / "model")
-    assert exported == hf_folder.read_settings(run / "model")
-    assert folder_module.read_config(tmp_path / "out") == folder_module.read_config(run)
+    command = [sys.executable, "-m", "common.checkpoint.export", str(moved)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert hf_folder.read_settings(moved / "model") == hf_folder.read_settings(run / "model")
+    assert folder_module.read_config(moved) == folder_module.read_config(run)
 
 
 @pytest.mark.parametrize(("saved_on", "num_ranks", "task"), [(1, 1, "sft"), *MOVES])

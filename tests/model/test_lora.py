@@ -27,7 +27,7 @@ from transformers import (
 
 from common import distributed
 from common.checkpoint import export, hf_folder, layout
-from common.checkpoint.export import ExportConfig
+from common.config.flags import ModelFlags
 from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.forward import Policy
@@ -430,27 +430,18 @@ def test_a_checkpoint_holds_adapters_and_their_optimiser_state_only(folder):
 
 @pytest.mark.parametrize("name", ["sft", "reward", "own pad", "grpo", "bfloat16"])
 def test_an_exported_checkpoint_is_the_run_s_own_model_and_adapter(folder, name, tmp_path):
-    """Saved by two ranks; the base is not in it, and what peft needs is written without one.
+    """Saved by two ranks; the base is not in it.
 
     A reward model's has its head, and the row of a pad token that the base does not have.
     """
     run, base = folder / "2" / name, folder / BASE
-    paths = (str(tmp_path / "out"), str(layout.folder_of(run, STEPS)))
-    config = ExportConfig(output_dir=paths[0], checkpoint=paths[1])
-    base.rename(base.with_name("moved"))
-    try:
-        with pytest.raises(UserError, match=f"adapter is written.*{base}.* as --model_name_or_p"):
-            export.main(config)
-        assert "# " in (tmp_path / "out" / "adapter" / "README.md").read_text()
-        config.model_name_or_path = str(base.with_name("moved"))
-        export.main(config)
-    finally:
-        base.with_name("moved").rename(base)
+    checkpoint = shutil.copytree(layout.folder_of(run, STEPS), tmp_path / "saved")
+    hf_folder.exported(checkpoint, ModelFlags("unused"))
     for kind in ("model", "adapter"):
-        exported = hf_folder.read_settings(tmp_path / "out" / kind)
+        exported = hf_folder.read_settings(checkpoint / kind)
         assert exported == hf_folder.read_settings(run / kind)
     if name == "own pad":
-        weights = [load_file(m / "model.safetensors") for m in (tmp_path / "out/model", base)]
+        weights = [load_file(m / "model.safetensors") for m in (checkpoint / "model", base)]
         num_rows, num_before = (len(x["transformer.wte.weight"]) for x in weights)
         assert num_rows == num_before + 1
 
@@ -495,11 +486,9 @@ def test_the_base_of_an_export_is_read_at_its_adapter_s_revision(folder, tmp_pat
 
     monkeypatch.setattr(LoraConfig, "from_pretrained", of_revision)
     monkeypatch.setattr(hf_folder, "read_base", read_base)
-    checkpoint = str(layout.folder_of(folder / "2" / "sft", STEPS))
-    with pytest.raises(
-        UserError, match="cannot be merged into a model without its base: it is far"
-    ):
-        export.main(ExportConfig(output_dir=str(tmp_path), checkpoint=checkpoint))
+    checkpoint = layout.folder_of(folder / "2" / "sft", STEPS)
+    with pytest.raises(UserError, match="it is far"):
+        hf_folder.export(checkpoint, ModelFlags("unused"))
     assert seen == [(str(folder / BASE), str(folder / BASE), "v1")]
 
 
