@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, gist, why_missing
+from common.errors import UserError, gist
 
 
 def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
@@ -23,8 +23,7 @@ def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
         nodes = loader.get_single_node()
         recipe = loader.construct_document(nodes) if nodes else {}
     except OSError as error:
-        reason = f"{error.strerror}{why_missing(file)}"
-        raise UserError(f"--config {file} cannot be read: {reason}.") from None
+        raise UserError(f"--config {file} cannot be read: {error.strerror}.") from None
     except yaml.YAMLError as error:
         raise UserError(f"--config {file} is not YAML: {gist(error)}.") from None
     if not isinstance(recipe, dict):

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from common.config.stages import CommonConfig
-from common.errors import UserError, gist, hint, why_missing
+from common.errors import UserError, gist
 from common.model.text_part import CAUSAL
 from common.text import sources
 
@@ -29,15 +29,11 @@ BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|p
 
 
 def refuse_unknown_fields(path: str, fields: dict[str, Any]) -> None:
-    """Raise a UserError for a config without `model_type`, or with a misspelt field."""
-    if "model_type" not in fields:
-        raise UserError(f"{path!r} has no 'model_type', the kind of model, such as gpt2.")
+    """Raise a UserError for a config with a misspelt field, which transformers ignores."""
     model = AutoConfig.for_model(fields["model_type"])
     for name in fields:
         if not hasattr(model, name):
-            names = [*model.to_dict(), *model.attribute_map]
-            advice = hint(name, names, "see its documentation")
-            raise UserError(f"{path!r} has {name!r}, which no {model.model_type} has ({advice}).")
+            raise UserError(f"{path!r} has {name!r}, which no {model.model_type} has.")
 
 
 def check_vocabulary(
@@ -50,8 +46,7 @@ def check_vocabulary(
     if num_ids > model_config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens with ids up to {num_ids - 1} but {path!r} "
-            f"has embeddings for {model_config.vocab_size}; give the model's own "
-            "--tokenizer_name_or_path."
+            f"has embeddings for {model_config.vocab_size}."
         )
 
 
@@ -83,20 +78,15 @@ def check_location(path: str, content: Literal["model", "tokenizer"]) -> None:
         is_adapter = (folder / "adapter_config.json").is_file() and not is_checkpoint
         if is_adapter and (content == "model" or not has_content):
             raise UserError(
-                f"the folder {path!r} holds an adapter and no model; merge it into its base first "
-                "(docs/objectives.md), or give the folder `model` that a run writes beside it."
+                f"the folder {path!r} holds an adapter and no model; merge it into its base first."
             )
         if not has_content:
             inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
-            saved = [*folder.glob("step_*/manifest.json"), *folder.glob("*/step_*/manifest.json")]
-            if saved and not inside:
-                inside = f"; give a checkpoint in it, as {str(max(saved).parent)!r}"
             raise UserError(f"the folder {path!r} holds no {content}{inside}.")
     elif folder.exists():
         return
     elif path.endswith(".json") or not sources.may_be_id(path):
-        reason = why_missing(path) or f" {sources.NO_ID}"
-        raise UserError(f"the folder {path!r} does not exist{reason}.")
+        raise UserError(f"the folder {path!r} does not exist {sources.NO_ID}.")
     else:
         sources.is_reachable()
 
@@ -128,8 +118,7 @@ def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head
     if wrong:
         raise UserError(
             f"the weights of {path!r} are not those of the {type(model).__name__} of its "
-            f"config.json: {wrong[0]}, and {len(wrong) - 1} more; give weights and config.json of "
-            "one model."
+            f"config.json: {wrong[0]}, and {len(wrong) - 1} more."
         )
 
 
@@ -138,35 +127,29 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
 
     Quantised weights are refused too: they cannot be trained.
     """
-    architectures = getattr(model_config, "architectures", None) or ["an unknown architecture"]
-    instead = "; let a reward function call it" if kind == "reward_model" else ""
-    refuse_other_types(path, model_config, instead)
-    if is_classifier(model_config) and kind == "policy":
-        raise UserError(
-            f"{path!r} is a reward model ({architectures[0]}), not a causal language model."
-        )
-    if is_classifier(model_config) and model_config.num_labels != 1:
-        raise UserError(
-            f"{path!r} gives {model_config.num_labels} scores to a text; a reward model gives one."
-        )
-    if kind == "reward_model" and not is_classifier(model_config):
-        raise UserError(f"{path!r} is not a reward model: it holds {architectures[0]}.")
-    settings = getattr(model_config, "quantization_config", None)
-    if settings:
-        method = settings.get("quant_method") if isinstance(settings, dict) else type(settings)
-        raise UserError(
-            f"{path!r} has a quantization_config ({method!r}); give a model whose weights are "
-            "floating-point numbers."
-        )
+    refuse_other_types(path, model_config)
+    holds = ", ".join(getattr(model_config, "architectures", None) or ["an unknown model"])
+    is_judge, num_scores = is_classifier(model_config), model_config.num_labels
+    refusals = {
+        f"is a reward model ({holds}), not a causal language model": is_judge and kind == "policy",
+        f"gives {num_scores} scores to a text, not one": is_judge and num_scores != 1,
+        f"is not a reward model: it holds {holds}": kind == "reward_model" and not is_judge,
+        "has quantised weights (quantization_config), which cannot be trained": getattr(
+            model_config, "quantization_config", None
+        ),
+    }
+    for sentence, applies in refusals.items():
+        if applies:
+            raise UserError(f"{path!r} {sentence}.")
 
 
-def refuse_other_types(path: str, model_config: PretrainedConfig, instead: str = "") -> None:
-    """Raise a UserError for encoders, and for models of more than text; `instead` is a remedy."""
+def refuse_other_types(path: str, model_config: PretrainedConfig) -> None:
+    """Raise a UserError for encoders, and for models of more than text."""
     model_type = model_config.model_type
     has_more = getattr(model_config, "text_config", None) is not None
     is_other = model_config.is_encoder_decoder or model_type not in CAUSAL
     if has_more or (is_other and model_type in CONFIG_MAPPING_NAMES):
-        raise UserError(f"{path!r} is a {model_type} model, not a causal language model{instead}.")
+        raise UserError(f"{path!r} is a {model_type} model, not a causal language model.")
 
 
 def is_classifier(model_config: PretrainedConfig) -> bool:
@@ -225,13 +208,9 @@ def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfi
     limit = max_positions(model_config)
     needed = config.max_prompt_length + config.max_completion_length
     if limit is not None and needed > limit:
-        reason = ""
-        if limit != getattr(model_config, "max_position_embeddings", None):
-            reason = ": beyond them it computes every text of a batch by the longest one (longrope)"
         raise UserError(
             f"--max_prompt_length {config.max_prompt_length} plus --max_completion_length "
-            f"{config.max_completion_length} is more than the {limit} positions of "
-            f"{path!r}{reason}."
+            f"{config.max_completion_length} is more than the {limit} positions of {path!r}."
         )
     window = getattr(model_config, "sliding_window", None)  # 0: none, as Qwen2-MoE writes it
     if config.layout == "shared_prefix" and window and needed > window:

@@ -26,7 +26,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from common import distributed
 from common.config.flags import ModelFlags
 from common.config.stages import CommonConfig
-from common.errors import UserError, gist, why_missing
+from common.errors import UserError, gist
 from common.noise import derive_seed
 from common.text.example import Vocabulary
 
@@ -93,7 +93,7 @@ def load_tokenizer(
             path, revision=revision, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises no subclass of it
-        reason = checks.reason(error) + why_missing(path)
+        reason = checks.reason(error)
         raise UserError(f"no tokenizer could be loaded from {path!r}: {reason}.") from None
     if needs_eos and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
@@ -191,11 +191,9 @@ def refuse_other_tokenizer(
     added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
     expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
     if any(vocabulary.get(token) != i for token, i in expected.items()):
-        is_named = bool(config.tokenizer_name_or_path)
-        remedy = "; an empty --tokenizer_name_or_path takes the model's" * is_named
         raise UserError(
             f"{path!r} has another tokenizer than {config.tokenizer_path!r}; the same ids are "
-            f"other tokens, so the two cannot be in one run{remedy}."
+            "other tokens, so the two cannot be in one run."
         )
 
 
@@ -234,7 +232,7 @@ def find_config(
     except UserError:
         raise
     except Exception as error:  # of many types, by what is wrong in the folder
-        reason = checks.reason(error) + why_missing(path)
+        reason = checks.reason(error)
         raise UserError(f"no model could be found at {path!r}: {reason}.") from None
 
 
@@ -353,11 +351,7 @@ def load(
             **options,
         )
     except Exception as error:  # of many types, as above
-        reason, files = checks.reason(error), sorted(Path(path).glob("*"))
-        for pickle in [file.name for file in files if file.suffix in (".bin", ".pt", ".pth")][:1]:
-            reason += (
-                f"; {pickle} is a pickle, which may run code: save the model again as safetensors"
-            )
+        reason = checks.reason(error)
         raise UserError(
             f"no safetensors weights could be loaded from {path!r}: {reason}."
         ) from None

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from common.errors import UserError, why_missing
+from common.errors import UserError
 
 USER_FOLDERS: list[str] = []  # that `module_of` has added to sys.path
 
@@ -26,8 +26,7 @@ def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
     if not file.endswith(".py") or not function_name:
         raise UserError(f"{flag} has {name!r}; name the function: path/to/file.py:function.")
     if not os.path.isfile(path):
-        reason = why_missing(file)
-        raise UserError(f"{flag} has {name!r}, and there is no file {file!r}{reason}.")
+        raise UserError(f"{flag} has {name!r}, and there is no file {file!r}.")
     function = getattr(module_of(path), function_name, None)
     if not callable(function):
         raise UserError(f"{flag} has {name!r}, and {file!r} has no function of that name.")

@@ -13,7 +13,7 @@ from typing import Any
 
 from common import distributed
 from common.config.stages import CommonConfig
-from common.errors import UserError, gist, why_missing
+from common.errors import UserError, gist
 from common.text.schemas import RawRow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
@@ -132,10 +132,9 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
             )
         return [path]
     if is_named or not may_be_id(dataset_name):
-        reason = why_missing(dataset_name)
-        if not reason and dataset_name.startswith("data/") and not is_named:
+        reason = f" {NO_ID}; give a file or a folder"
+        if dataset_name.startswith("data/") and not is_named:
             reason = "; where a recipe names it, the make_rows.py next to the recipe makes it"
-        reason = reason or f" {NO_ID}; give a file or a folder"
         raise UserError(f"dataset_name {dataset_name!r} does not exist{reason}.")
     return []
 
@@ -291,8 +290,8 @@ def rows_of(name: str, split: str, config: str) -> Any:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         # It lists the splits or the configurations that there are in its second sentence.
         listed = re.search(r"\[.*?\]", str(error))
-        there = listed and listed[0] not in gist(error) and f"; it has {listed[0]}"
-        there = there or why_missing(name)
+        is_new = listed and listed[0] not in gist(error)
+        there = f"; it has {listed[0]}" if listed and is_new else ""
         # `datasets` 5.2 raises a plain ValueError for an unknown split.
         kind = NoSuchSplitError if str(error).startswith("Unknown split") else UserError
         raise kind(

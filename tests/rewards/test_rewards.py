@@ -581,7 +581,7 @@ def test_an_encoder_is_no_model_of_any_kind(tmp_path: Path):
     """As a reward model it is refused before its tokenizer is read, which may have no eos."""
     BertConfig(num_labels=1).save_pretrained(tmp_path)
     config = tiny.train_config()
-    with pytest.raises(UserError, match="is a bert model, .*; let a reward function call it"):
+    with pytest.raises(UserError, match="is a bert model, "):
         models.RewardModelFunction(str(tmp_path), tiny.tokenizer(), config)
     for kind in ("policy", "trunk"):
         with pytest.raises(UserError, match="is a bert model, not a causal language model"):
