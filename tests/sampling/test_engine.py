@@ -2,8 +2,8 @@
 
 Here the server is a stand-in with transformers' own models; `test_vllm.py` asks vLLM itself. Every
 weight reaches the server before it samples, adapters merged; completions, stop rule and
-log-probabilities come back in our sampler's shape; a server that is gone or answers nonsense ends
-the run in a sentence, and the run goes on from the step before. About `common.sampling.vllm`.
+log-probabilities come back in our sampler's shape; a server that is gone ends the run in a
+sentence, and the run goes on from the step before. About `common.sampling.vllm`.
 """
 
 import copy
@@ -139,35 +139,6 @@ def test_large_models_are_sent_in_several_requests(stand_in, monkeypatch):
     assert all(torch.equal(p, stand_in.lm.get_parameter(n)) for n, p in lm.named_parameters())
 
 
-def choice(answer: Any, **changes: Any) -> Any:
-    answer["choices"][0].update(changes)
-    return answer
-
-
-def content(*logps: Any) -> dict[str, Any]:
-    return {"content": [{"logprob": logp} for logp in logps]}
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda answer: b"<html>", "b'<html>', which is no JSON"),
-        (lambda answer: {"error": "?"}, "what are no completions"),
-        (lambda answer: {"choices": answer["choices"][1:]}, "1 completions, not 2"),
-        (lambda answer: choice(answer, token_ids=[]), "of 0 tokens and"),
-        (lambda answer: choice(answer, token_ids=[5, 0]), "of 2 tokens and"),
-        (lambda a: choice(a, token_ids=[5, 0], logprobs=content(-1, 0.5)), "that are none"),
-        (lambda a: choice(a, token_ids=[5, 0], logprobs=content(-1, None)), "no completions"),
-        (lambda a: choice(a, token_ids=[5, 6], logprobs=content(-1, -1)), "nor by its length"),
-        (lambda a: choice(a, token_ids=[0, 0], logprobs=content(-1, -1)), "its first stop token"),
-    ],
-)
-def test_nonsense_is_named(stand_in, change, reason):
-    stand_in.answers["/inference/v1/generate"] = change
-    with pytest.raises(EngineError, match=reason):
-        sampler(stand_in, tiny.causal_lm("gpt2")).sample(EXAMPLES, num_samples=2)
-
-
 def setting(**changes: Any) -> Any:
     def changed(usual: Any) -> Any:
         usual = copy.deepcopy(usual)
@@ -182,22 +153,13 @@ def setting(**changes: Any) -> Any:
     ("path", "change", "reason"),
     [
         (
-            "/version",
-            lambda usual: {"version": "0.29.4"},
-            "has vLLM 0.29.4; it must be 0.30 or newer",
-        ),
-        ("/version", lambda usual: [], "answers /version without version"),
-        ("/server_info", lambda usual: {}, "answers /server_info.* without vllm_config"),
-        (
             "/server_info",
             setting(model_config={"logprobs_mode": "raw_logprobs"}),
             "has --logprobs-mode raw_logprobs; it must be processed_logprobs",
         ),
-        ("/server_info", setting(model_config={"max_model_len": 35}), "len 35; it must be 36"),
-        ("/server_info", setting(weight_transfer_config=None), "without backend"),
         (
             "/server_info",
-            setting(parallel_config={"worker_extension_cls": ""}),
+            setting(parallel_config={"worker_extension_cls": ""}, weight_transfer_config=None),
             "from a CPU the server needs --worker-extension-cls common.sampling.vllm.worker",
         ),
         ("/reset_prefix_cache", lambda usual: {"success": False}, "does not forget"),
@@ -214,10 +176,10 @@ def test_a_server_without_the_calls_and_one_that_is_gone_are_named(stand_in, mon
         self.send_error(404)
 
     monkeypatch.setattr(stand_in.server.RequestHandlerClass, "do_GET", not_found)
-    with pytest.raises(EngineError, match="answers /version with status 404"):
+    with pytest.raises(EngineError, match="answers /server_info.* with status 404"):
         sampler(stand_in, tiny.causal_lm("gpt2"))
     stand_in.close()
-    with pytest.raises(EngineError, match=f"{stand_in.url} does not answer /version: .*refused"):
+    with pytest.raises(EngineError, match=f"{stand_in.url} does not answer /server_info.*refused"):
         sampler(stand_in, tiny.causal_lm("gpt2"))
 
 

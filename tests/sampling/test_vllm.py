@@ -225,9 +225,6 @@ def test_the_transport_of_vllm_is_asked_for_by_its_arguments(monkeypatch):
     weights.start()
     checked = nccl_engine.NCCLTrainerWeightTransferEngine._checked_iter(weights, weights.metadata())
     assert len(dict(checked)) == len(weights.metadata()) > 20
-    stand_in.answers["/update_weights"] = lambda usual: b"<html>"
-    with pytest.raises(EngineError, match="no JSON"):
-        send()
     stand_in.close()
 
 

@@ -12,7 +12,7 @@ from common.sampling.vllm.weights import EXTENSION
 from common.sampling.vllm.worker import unpacked
 
 VLLM_CONFIG = {
-    "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 1024},
+    "model_config": {"logprobs_mode": "processed_logprobs"},
     "parallel_config": {"worker_extension_cls": EXTENSION},
     "weight_transfer_config": {"backend": "ipc"},
 }
@@ -75,8 +75,6 @@ class StandIn:
                     self.lm.get_parameter(name).copy_(weight)
         elif path == "/server_info":
             usual = {"vllm_config": VLLM_CONFIG}
-        elif path == "/version":
-            usual = {"version": "0.30.0"}
         elif path == "/reset_prefix_cache":
             usual = {"success": True}
         return self.answers.get(path, lambda usual: usual)(usual)

@@ -5,11 +5,9 @@ Prompts and completions are sent as token ids. Each completion has a separate se
 batches that depend on when requests arrive.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +34,7 @@ class EngineSampler(Sampler):
         """Find the server; `policy.lm` is the Hugging Face model. Collective.
 
         Raises:
-            EngineError: the server is not there, too old, or was started with other settings.
+            EngineError: the server is not there, or was started with other settings.
         """
         self.policy = policy
         self.vocabulary = vocabulary
@@ -65,7 +63,7 @@ class EngineSampler(Sampler):
         """As `Sampler.sample`. Collective at its start and its end.
 
         Raises:
-            EngineError: the server is gone, or its answers are no completions; on every rank.
+            EngineError: the server is gone; on every rank.
         """
         if self.trains or not self.was_sent:
             with distributed.together():
@@ -123,7 +121,11 @@ class EngineSampler(Sampler):
                 "token_ids": examples[n].prompt_ids,
                 "sampling_params": params | {"n": count, "seed": seeds[n] + first},
             }
-            return self.completions(self.server.call("/inference/v1/generate", body), count)
+            answer = self.server.call("/inference/v1/generate", body)
+            return [
+                (choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]])
+                for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+            ]
 
         requests = list(product(range(len(examples)), range(0, num_distinct, per_request)))
         drawn: list[Completion] = []
@@ -135,31 +137,3 @@ class EngineSampler(Sampler):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         return drawn
-
-    def completions(self, answer: Any, number: int) -> list[Completion]:
-        """The completions in an answer; an EngineError if there are not so many, or others."""
-        try:
-            drawn = [
-                (choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]])
-                for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
-            ]
-            faults = [fault for ids, logps in drawn if (fault := self.fault(ids, logps))]
-        except (KeyError, TypeError):
-            raise self.server.error("answers a prompt with what are no completions") from None
-        if len(drawn) != number:
-            raise self.server.error(f"answers with {len(drawn)} completions, not {number}")
-        if faults:
-            raise self.server.error(f"answers with a completion {faults[0]}")
-        return drawn
-
-    def fault(self, ids: list[int], logps: list[float]) -> str:
-        """Why this is no completion; empty if it is one."""
-        longest = self.config.max_completion_length
-        if not 0 < len(ids) <= longest or len(logps) != len(ids):
-            return f"of {len(ids)} tokens and {len(logps)} log-probabilities"
-        if not all(math.isfinite(logp) and logp < 1e-3 for logp in logps):
-            return "with log-probabilities that are none"
-        is_stop = [token in self.vocabulary.stop_ids for token in ids]
-        if any(is_stop[:-1]) or not (is_stop[-1] or len(ids) == longest):
-            return "that does not end with its first stop token, nor by its length"
-        return ""

@@ -70,7 +70,7 @@ def sender(server: Server, weights: Weights) -> Callable[[], None]:
     Raises:
         EngineError: the server was started for no transport that there is from here.
     """
-    backend = server.setting("weight_transfer_config.backend")
+    backend = (server.setting("weight_transfer_config") or {}).get("backend")
     if server.setting("parallel_config.worker_extension_cls") == EXTENSION:
         return partial(send_in_requests, server, weights)
     if backend != "nccl" or distributed.device().type != "cuda":
