@@ -196,7 +196,6 @@ def sample_and_reward(
             examples,
             num_samples=config.num_candidates,
             step=run.step,
-            report=run.logger.status,
             **config.sampling,
         )
     with run.metrics.timed("score_seconds"), run.saved_on_user_error(run.step):

@@ -7,7 +7,6 @@ import os
 import random
 import resource
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -251,7 +250,7 @@ def progress_bar(
 
     interactive = sys.stderr.isatty()
     lines: Any = SimpleNamespace(write=write_line, flush=sys.stderr.flush)  # nothing is redrawn
-    bar = tqdm(
+    return tqdm(
         iterable=items,
         total=total,
         initial=initial,
@@ -268,17 +267,6 @@ def progress_bar(
         leave=unit == "step",
         disable=not is_rank0(),
     )
-    bar.shown_at = time.monotonic()  # for `show_status`
-    return bar
-
-
-def show_status(bar: Any, text: str) -> None:
-    """Set the text of a bar, which is redrawn at its own rate: cheap at every token."""
-    bar.set_description_str(text, refresh=False)
-    now = time.monotonic()
-    if not bar.disable and now - bar.shown_at >= bar.mininterval:
-        bar.shown_at = now
-        bar.refresh()
 
 
 def device_memory() -> int:

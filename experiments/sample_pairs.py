@@ -140,7 +140,6 @@ def sample_pairs(
             num_samples=config.num_candidates,
             temperature=config.temperature,
             step=0,  # every prompt is sampled once
-            report=lambda text: distributed.show_status(bar, f"rollouts: {text}"),
         )
         if step == 0:
             check_sampler(sampler, examples, rollouts, config.temperature)

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.config.stages import TrainConfig
-from common.distributed import is_rank0, peak_memory_gb, progress_bar, show_status, world_size
+from common.distributed import is_rank0, peak_memory_gb, progress_bar, world_size
 from common.errors import UserError
 from common.record import output_lock, run_folder, terminal
 from common.record.glossary import CONSOLE, POSTFIX, recorded
@@ -100,14 +100,6 @@ class RunLogger:
         line = f"{self.stage} step {step}/{self.total_steps}: {', '.join(shown)}"
         self._write(terminal.folded(line, terminal.line_width(), "    ").replace("\xa0", " "))
         self._mark = time.monotonic()
-
-    def status(self, text: str) -> None:
-        """Show a short text in the bar ("sampling 34/56 tokens"); "" removes it.
-
-        It is cheap enough for every token: the bar limits how often it redraws.
-        """
-        if self._active:
-            show_status(self._bar, f"{self.stage}: {text}" if text else self.stage)
 
     def update(self, step: int) -> None:
         """End a step: move the bar, and add the time since the last call to the step's time.

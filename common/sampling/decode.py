@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,13 +197,11 @@ def decode(
     prompts: Sequence[Sequence[int]],
     uniforms: Tensor,
     settings: Settings,
-    report: Callable[[int], object] = lambda position: None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample one batch: prefill the prompts once, then one token per forward for the live rows.
 
     The `uniforms` of `draw_token`, (N*K, C, 2) in (0, 1), prompt-major, say how many samples of
-    each of N prompts are drawn, and of how many tokens at most. `report` is called with the
-    position of each token before it is drawn.
+    each of N prompts are drawn, and of how many tokens at most.
 
     Returns:
         Of B = N*K completions on the host ids (B, C) and a mask (B, C), True up to and including
@@ -230,7 +228,6 @@ def decode(
     finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
     logits = decoder.logits
     for position in range(max_length):
-        report(position)
         logps = torch.log_softmax(logits.float() / (settings.temperature or 1.0), -1)  # (B', V)
         if settings.temperature == 0:
             tokens = logps.argmax(-1)

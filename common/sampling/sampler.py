@@ -6,7 +6,7 @@ completion does not depend on the rank or batch that drew it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -143,12 +143,12 @@ class Sampler:
         top_k: int = 0,
         top_p: float = 1.0,
         step: int = 0,
-        report: Callable[[str], object] = lambda text: None,
+        report: Callable[[int], object] = lambda num_prompts: None,
     ) -> Rollouts:
         """K completions of each of this rank's N prompts. Collective at its start only.
 
         The noise depends on the prompts' row numbers and on the `step` of the run; for the other
-        arguments see `Settings`. `report` is called with a text for a progress bar.
+        arguments see `Settings`. `report` is called with the number of prompts that were completed.
         """
         config, max_length = self.config, self.config.max_completion_length
         settings = Settings(
@@ -163,24 +163,19 @@ class Sampler:
         seed = noise.derive_seed(config.seed, "sampling", step)
         num_prompts, count = decoded_at_once(num_samples, config)
         batches = [Rollouts.blank(0, max_length).tensors]
-
-        def report_position(title: str, position: int) -> None:
-            report(f"{title}, token {position + 1} of {max_length}")
-
         with self.copy.gathered(self.policy) as lm, rollout_copy.packed(lm):
             prompt_starts = range(0, len(examples), num_prompts)
             for start, first in product(prompt_starts, range(0, num_samples, count)):
                 prompts = examples[start : start + num_prompts]
                 samples = range(first, min(first + count, num_samples))
-                title = f"prompts {start + 1} to {start + len(prompts)} of {len(examples)}"
                 drawn = decode(
                     lm,
                     [example.prompt_ids for example in prompts],
                     uniforms(seed, row_numbers(prompts), samples, max_length),
                     settings,
-                    partial(report_position, title),
                 )
                 batches.append(drawn)
+                report(len(prompts) if samples.stop == num_samples else 0)
             self.copy.is_kept = self.keeps_graphs(lm)
         return Rollouts(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
 
@@ -207,7 +202,7 @@ class Sampler:
                 [examples[i] for i in mine],
                 num_samples=num_samples,
                 **settings,
-                report=lambda text: distributed.show_status(bar, f"{title}: {text}"),
+                report=bar.update,
             )
         rows = [i * num_samples + k for i in mine for k in range(num_samples)]
         order = torch.tensor(distributed.from_all_ranks(rows)).argsort()

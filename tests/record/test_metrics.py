@@ -235,7 +235,6 @@ def test_a_full_disk_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
 def test_other_ranks_write_and_print_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_logger, "is_rank0", lambda: False)
     run = logger(tmp_path / "run", report_to="wandb")
-    run.status("sampling")
     run.update(1)
     run.log(1, {"loss": 1.0})
     run.log_training(1, Accumulator("cpu"))
@@ -318,15 +317,13 @@ def test_off_a_terminal_the_bar_writes_a_few_whole_lines(tmp_path, capsys):
     run = logger(tmp_path)
     run._bar.delay = 0.0  # as after half a minute
     for step in range(1, 101):
-        for token in range(20):
-            run.status(f"sampling {token}/20 tokens")
         run.update(step)
         run.log(step, {"loss": 1.0})
     run.close()
     captured = capsys.readouterr()
     assert "\r" not in captured.err + captured.out
     assert len(captured.err.splitlines()) <= 4
-    assert captured.err.splitlines()[-1].startswith("SFT: sampling 19/20 tokens: 100%")
+    assert captured.err.splitlines()[-1].startswith("SFT: 100%")
     assert len(captured.out.splitlines()) == 100
 
 
@@ -334,13 +331,10 @@ def test_on_a_terminal_the_bar_says_what_happens(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = logger(tmp_path, start_step=40)
     run._bar.mininterval = 0.0
-    run.status("sampling 34/56 tokens")
     run.log(41, {"loss": 0.5})
     run.update(41)
-    run.status("")
     run.close()
     drawn = capsys.readouterr().err
-    assert re.search(r"\rSFT: sampling 34/56 tokens: +40%", drawn)
     assert re.search(r"41/100 .*loss=0\.5", drawn)
 
 

@@ -58,7 +58,7 @@ class EngineSampler(Sampler):
         top_k: int = 0,
         top_p: float = 1.0,
         step: int = 0,
-        report: Callable[[str], object] = lambda text: None,
+        report: Callable[[int], object] = lambda num_prompts: None,
     ) -> Rollouts:
         """As `Sampler.sample`. Collective at its start and its end.
 
@@ -97,7 +97,7 @@ class EngineSampler(Sampler):
         num_samples: int,
         settings: Mapping[str, float],  # temperature, top_k, top_p
         seed: int,
-        report: Callable[[str], object],
+        report: Callable[[int], object],
     ) -> list[Completion]:
         """B completions, prompt-major: requests for some samples of a prompt, several at a time."""
         # At temperature 0 all samples of a prompt are the same: one is asked for, and repeated.
@@ -131,9 +131,9 @@ class EngineSampler(Sampler):
         drawn: list[Completion] = []
         pool = ThreadPoolExecutor(at_once // per_request)
         try:
-            for done, completions in enumerate(pool.map(ask, requests), start=1):
+            for (_, first), completions in zip(requests, pool.map(ask, requests), strict=True):
                 drawn += completions * (num_samples // num_distinct)
-                report(f"{done} of {len(requests)} requests to vLLM")
+                report(int(first == 0))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         return drawn
