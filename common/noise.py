@@ -8,6 +8,7 @@ only, so the bits are the same on every device.
 """
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ from torch import Tensor
 INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - 2**64
 MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
+# Standard deviation of a new reward head's weights, for hidden states of size D
+HEAD_STDS: dict[str, Callable[[int], float]] = {
+    "stiennon": lambda d: (d + 1) ** -0.5,  # a variance of 1 / (D + 1) (Stiennon et al. 2020, B.1)
+    "openrlhf": lambda d: 1 / (d + 1),
+    "transformers": lambda d: 0.02,  # the `initializer_range` of GPT-2 and most others
+    "zeros": lambda d: 0.0,
+}
 
 
 def hash_counters(seed: int, *counters: int | Tensor) -> Tensor:

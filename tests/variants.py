@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from common.config.reward import HEAD_INITS
 from common.losses import AGGREGATIONS
+from common.noise import HEAD_STDS
 from common.objectives.policy.sampler_weights import CORRECTIONS
 from common.record.jsonl import read_jsonl
 from common.text import synthetic
@@ -97,7 +97,7 @@ VARIANTS: dict[str, list[Flags]] = {
     "sft": [{}, *FURTHER_LORA],
     "reward": [
         {},
-        *({"head_init": name} for name in HEAD_INITS if name != "stiennon"),
+        *({"head_init": name} for name in HEAD_STDS if name != "stiennon"),
         {"center_rewards_coefficient": 0.1},
         {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
         {"dataset_name": "COMPARISONS", "margin_column": "margin"},

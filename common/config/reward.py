@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from common.config.flags import CompletionFlags, flag, path_flag
 from common.config.stages import TrainConfig
-
-HEAD_INITS = ("stiennon", "openrlhf", "transformers", "zeros")
+from common.noise import HEAD_STDS
 
 
 @dataclass
@@ -21,7 +20,7 @@ class RewardConfig(CompletionFlags, TrainConfig):
         "stiennon",
         "weights of the new head: a variance of 1/(d+1); openrlhf: a std of 1/(d+1); transformers: "
         "a std of 0.02; zeros",
-        HEAD_INITS,
+        [*HEAD_STDS],
     )
     center_rewards_coefficient: float = flag(
         0.0, "weight of the square of a pair's summed rewards, which keeps them near 0", ge=0

@@ -5,7 +5,7 @@ Every other rank builds the same model on the meta device and receives its shard
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,19 +27,11 @@ from common import distributed
 from common.config.flags import ModelFlags
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist
-from common.noise import derive_seed
+from common.noise import HEAD_STDS, derive_seed
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.model.checks import Kind
-
-# Standard deviation of a new reward head's weights, for hidden states of size D
-HEAD_STDS: dict[str, Callable[[int], float]] = {
-    "stiennon": lambda d: (d + 1) ** -0.5,  # a variance of 1 / (D + 1) (Stiennon et al. 2020, B.1)
-    "openrlhf": lambda d: 1 / (d + 1),
-    "transformers": lambda d: 0.02,  # the `initializer_range` of GPT-2 and most others
-    "zeros": lambda d: 0.0,
-}
 
 
 def revision_of(path: str, config: ModelFlags) -> str:
