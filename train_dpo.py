@@ -27,8 +27,7 @@ from common import data, distributed, launch, scoring, self_checks
 from common.config.dpo import DPOConfig
 from common.data import Example
 from common.evaluation import pair_scores
-from common.forward import Policy
-from common.losses import sequence_logps
+from common.forward import Policy, sequence_scores
 from common.model import fsdp, load
 from common.pairs.reference import PairReference
 from common.run import Run
@@ -103,8 +102,7 @@ def main(config: DPOConfig) -> None:
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
-            token_logps = policy(batch).token_logps  # (B, C)
-            logps = pairs.of(sequence_logps(token_logps, batch.completion_mask))  # (N, 2)
+            logps = pairs.of(sequence_scores(policy, batch))  # (N, 2)
             ref_logps = reference.of_batch(batch)  # (N, 2)
             losses = objective(logps, ref_logps, pairs.lengths, config.loss_weights)  # (N,)
             loss = (losses * real).sum() / num_pairs

@@ -116,11 +116,6 @@ def preference_loss(
     return loss
 
 
-def sequence_logps(token_logps: Tensor, completion_mask: Tensor) -> Tensor:
-    """Log-probability (B,) of each completion: the sum over its tokens (B, C)."""
-    return masked_sum(precise(token_logps), completion_mask, 1)
-
-
 # --- policy optimisation --------------------------------------------------------------------------
 
 _KL: dict[str, Callable[[Tensor], Tensor]] = {  # by d = log ref - log pi, see `kl_estimate`

@@ -167,7 +167,7 @@ def reward(trace: Trace, config: Any) -> Record:
 def dpo(trace: Trace, config: Any) -> Record:
     """Sums of completions, and D and losses of pairs."""
     tokens, columns = movement(trace)
-    sums = torch.cat([call.result.detach() for call in trace.of("sequence_logps", "main")])  # (B,)
+    sums = torch.cat([call.result.detach() for call in trace.of("sequence_scores", "main")])  # (B,)
     refs = torch.cat([call.result for call in trace.of("of_batch")]).flatten()  # (B,)
     losses = trace.of("sigmoid")[-len(trace.forwards) :]  # checks before the step call it too
     logits, logits_after = (

@@ -43,7 +43,7 @@ class OurCase(Case):
     def preference(self, **options: Any) -> Tensor:
         chosen, rejected = self.mask.sum(1).chunk(2)
         policy, reference = (
-            losses.sequence_logps(logps, self.mask).chunk(2)
+            losses.masked_sum(logps, self.mask, 1).chunk(2)
             for logps in (self.logps, self.ref_logps)
         )
         options |= {"chosen_lengths": chosen, "rejected_lengths": rejected}
