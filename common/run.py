@@ -160,19 +160,27 @@ class Run:
         """Export, and only then evaluate and show samples. Collective.
 
         So an evaluation or a user's function that fails cannot take the trained model with it. A
-        run that is killed here does all of it again. `shift` measures the `reward_shift` of the
-        exported weights: of the last step's, or of the best step's by `metric_for_best_model`.
+        run that is killed here does all of it again. `shift` measures the `reward_shift`.
 
         Raises:
             UserError: the model could not be written; a checkpoint of the last step is kept.
             RuntimeError: the model is written, and a hook failed.
         """
+        from common.checkpoint import export
         from common.record.run_folder import mark_finished
         from common.report import plots
 
         last = self.total_steps
         self.checkpointer.stop_if_asked(last, at_once=True)
-        reward_shift = self.export(shift)
+        reward_shift = shift()
+        with self.saved_on_user_error(last):
+            export.save_pretrained(
+                self.module,
+                self.vocabulary,
+                self.model_folder,
+                self.config,
+                reward_shift=reward_shift,
+            )
         self.checkpointer.wait()
         try:
             for hook in hooks:
@@ -184,9 +192,6 @@ class Run:
                 f"samples is not made ({advice}): {gist(error)}"
             ) from (None if type(error) is UserError else error)  # whose text says it all
         self.checkpointer.close()
-        best = self.checkpointer.load_best() or last
-        if best != last:
-            reward_shift = self.export(shift)
         if reward_shift:
             self.logger.log(last, {"reward_shift": reward_shift})
         self.logger.close()
@@ -196,25 +201,6 @@ class Run:
             mark_finished(output_dir)
         curves = output_dir / "plots" / "curves.png"
         distributed.print_rank0(f"model: {self.model_folder}  curves: {curves}")
-
-    def export(self, shift: Callable[[], float]) -> float:
-        """Write the current weights as the folder `model`; returns `reward_shift`. Collective.
-
-        Raises:
-            UserError: it could not be written; a checkpoint of the last step is kept.
-        """
-        from common.checkpoint import export
-
-        reward_shift = shift()
-        with self.saved_on_user_error(self.total_steps):
-            export.save_pretrained(
-                self.module,
-                self.vocabulary,
-                self.model_folder,
-                self.config,
-                reward_shift=reward_shift,
-            )
-        return reward_shift
 
 
 def non_finite_rows(module: nn.Module, batches: Sequence[Any]) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from common import distributed
-from common.checkpoint import best, hf_folder, layout, resume, sharded_state
+from common.checkpoint import hf_folder, layout, resume, sharded_state
 from common.checkpoint.sharded_state import State, cause, restore_state
 from common.config.stages import TrainConfig
 from common.errors import UserError
@@ -192,9 +192,8 @@ class Checkpointer:
             )
         layout.write_manifest(partial, contents)
         layout.put_in_place(partial, folder)
-        ranking = best.ranking(self.output_dir, self.config.metric_for_best_model)
         try:
-            layout.remove_old(self.output_dir, self.config.keep_last, next(iter(ranking), None))
+            layout.remove_old(self.output_dir, self.config.keep_last)
         except OSError as error:
             print(f"warning: old checkpoints could not be removed ({cause(error)}).", flush=True)
 
@@ -257,14 +256,6 @@ class Checkpointer:
                 of_ranks = [rank_sums[name] for rank_sums in sums_by_rank if name in rank_sums]
                 sums[name] = np.sum(of_ranks, axis=0).tolist()
         self.metrics.restore(sums)
-
-    def load_best(self) -> int:
-        """With `metric_for_best_model`, load the best checkpoint; its step, else 0. Collective."""
-        folder = best.find(self.output_dir, self.config.metric_for_best_model)
-        if folder is None:
-            return 0
-        restore_state(folder, self.model, self.optimizer, self.reference)
-        return layout.step_of(folder)
 
     # ---- stopping --------------------------------------------------------------------------------
 

@@ -174,8 +174,7 @@ def remove_after(output_dir: Path, step: int) -> list[Path]:
     return later
 
 
-def remove_old(output_dir: Path, keep_last: int, best: Path | None) -> None:
-    """Remove all but the newest `keep_last` (0: none) and the best."""
+def remove_old(output_dir: Path, keep_last: int) -> None:
+    """Remove all but the newest `keep_last` (0: none)."""
     for path in newest_first(output_dir)[keep_last:] if keep_last else []:
-        if path != best:
-            remove(path)
+        remove(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.checkpoint import best, layout
+from common.checkpoint import layout
 from common.config.stages import MODEL_FOLDERS, TrainConfig
 from common.errors import UserError
 from common.record import output_lock
@@ -26,10 +26,8 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         Stopped: this run is finished already; so a list of commands can be repeated.
         UserError: the named folder is no whole checkpoint; or all are damaged; or `auto` finds one
             of a run with another config; or without a checkpoint, `output_dir` has a model of
-            another config or stage; or another run is writing to it; or the run cannot choose its
-            best checkpoint.
+            another config or stage; or another run is writing to it.
     """
-    best.refuse_impossible(config)
     if distributed.is_rank0():
         refuse_other_stage(config)
     wanted = config.resume_from_checkpoint

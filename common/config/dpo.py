@@ -23,7 +23,6 @@ class DPOConfig(FrozenFlags, SampleTableFlags, CompletionFlags, TrainConfig, Sam
     """Rows have the columns `prompt`, `chosen` and `rejected`."""
 
     stage: ClassVar = "DPO"
-    eval_metrics: ClassVar = ("eval_accuracy", "eval_loss", "eval_reward_margin")
 
     _objective: ClassVar = "objective"
     loss_type: list[str] = path_flag(

@@ -30,7 +30,6 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     """Rows have the column `prompt`; any other column reaches the reward functions."""
 
     stage: ClassVar = "GRPO"
-    eval_metrics: ClassVar = ("eval_reward", "eval_stop_rate", "eval_accuracy")
 
     _rollouts: ClassVar = "rollouts: batch_size prompts per step"
     num_generations: int = flag(8, "completions of a prompt that are trained on", ge=2)
@@ -128,7 +127,6 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     def __post_init__(self) -> None:
         """Refuse values that no GRPO run may have."""
         from common.objectives.find import as_arguments, merged
-        from common.objectives.user_files import short_names
 
         super().__post_init__()
         self.num_candidates = self.num_candidates or self.num_generations
@@ -139,13 +137,6 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         if self.eval_pairs_dataset_name and not (self.dataset_test_split and self.beta):
             where = "without --dataset_test_split, and with --beta 0, which has no reference"
             raise self.refused("eval_pairs_dataset_name", f"empty {where}")
-        if self.metric_for_best_model == "eval_accuracy" and not self.eval_pairs_dataset_name:
-            reason = "without --eval_pairs_dataset_name"
-            raise self.refused("metric_for_best_model", f"another one {reason}")
-        kind, slash, function = self.metric_for_best_model.partition("/")  # eval_reward/gold
-        functions = short_names(self.reward_funcs).values()
-        if slash and kind.endswith("reward") and function not in functions:
-            raise self.refused("metric_for_best_model", f"{kind}/ and one of {[*functions]}")
         if self.lora_r and self.ref_update_steps:
             raise self.refused("ref_update_steps", "0 with --lora_r: only whole models move")
         refuse_rollouts(self)

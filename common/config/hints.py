@@ -20,7 +20,7 @@ OTHER_NAMES = {
     "eval_steps": "eval_strategy evaluation_strategy",
     "generation_batch_size": "generation_cache_tokens",
     "gradient_checkpointing": "activation_checkpointing activation_offloading",
-    "keep_last": "save_total_limit",
+    "keep_last": "save_total_limit load_best_model_at_end metric_for_best_model",
     "kl_estimator": "use_bias_correction_kl kl_in kl_correction",
     "layout": "attn_implementation",
     "logging_steps": "logging_strategy logging_first_step",
@@ -30,7 +30,6 @@ OTHER_NAMES = {
     "loss_type objective_args": "gamma",
     "max_completion_length": "max_target_length",
     "max_prompt_length max_completion_length": "max_length max_seq_length vllm_max_model_length",
-    "metric_for_best_model": "load_best_model_at_end",
     "micro_batch_tokens": "auto_find_batch_size per_device_eval_batch_size "
     "precompute_ref_batch_size",
     "min_lr": "lr_scheduler_kwargs",

@@ -13,7 +13,6 @@ class RewardConfig(CompletionFlags, TrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`."""
 
     stage: ClassVar = "reward model"
-    eval_metrics: ClassVar = ("eval_accuracy", "eval_loss", "eval_reward_margin")
 
     _reward: ClassVar = "reward model"
     head_init: str = flag(

@@ -6,7 +6,6 @@ Batch sizes are global: they do not depend on the number of ranks. Nobody writes
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -123,7 +122,6 @@ class TrainConfig(RowsConfig):
     """The flags of the four training stages."""
 
     stage: ClassVar[str]
-    eval_metrics: ClassVar[Sequence[str]]  # by which a checkpoint may be the best
     # Of stages without the flag
     sample_steps = 0
     require_stop_token = False
@@ -164,11 +162,8 @@ class TrainConfig(RowsConfig):
         "of any run; none: start anew, removing those in output_dir; or a checkpoint's folder",
         is_path=True,
     )
-    keep_last: int = free_flag(3, "checkpoints to keep in output_dir, with the best one (0: all)")
+    keep_last: int = free_flag(3, "checkpoints to keep in output_dir (0: all)")
     async_save: bool = free_flag(True, "write checkpoints while training goes on, from a host copy")
-    metric_for_best_model: str = free_flag(
-        "", "a logged metric, as eval_loss: export the checkpoint where it was best (loss: lowest)"
-    )
 
     _lora: ClassVar = "LoRA"
     lora_r: int = flag(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
@@ -218,4 +213,3 @@ class SFTConfig(flags.SampleTableFlags, flags.CompletionFlags, TrainConfig, Samp
     """Rows have the columns `prompt` and `completion`."""
 
     stage: ClassVar = "SFT"
-    eval_metrics: ClassVar = ("eval_loss",)

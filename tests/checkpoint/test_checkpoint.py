@@ -4,7 +4,7 @@
 - A file that was truncated, changed or lost is named; the checkpoint before it is taken, and if
   there is none the run does not silently start anew.
 - `auto` goes on with the run that the config describes and refuses another one, naming the fields.
-- The newest `keep_last` and the best are kept; a disk that refuses leaves the last one whole.
+- The newest `keep_last` are kept; a disk that refuses leaves the last one whole.
 - Nothing in a checkpoint is pickled.
 - Two live runs never share an `output_dir`, and a dead one never keeps it.
 - A signal stops the run before its next forward pass with a checkpoint of the last finished step.
@@ -30,7 +30,6 @@ from ranks import ROOT, launch
 from torch import nn
 
 from common import distributed
-from common.checkpoint import best as best_checkpoint
 from common.checkpoint import checkpointer as checkpoint
 from common.checkpoint import layout, resume
 from common.checkpoint.checkpointer import Checkpointer
@@ -370,54 +369,13 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [5, 4, 3, 2, 1]
 
 
-@pytest.mark.parametrize(("metric", "best"), [("eval_loss", 2), ("eval_accuracy", 1)])
-def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path, metric: str, best: int) -> None:
-    fields = {"metric_for_best_model": metric, "keep_last": 1}
-    saver = save_all(tmp_path, [0.9, 0.2, 0.5, 0.2, 0.6], **fields)
-    saver.wait()
-    assert steps_in(tmp_path) == [5, best]
-    assert saver.load_best() == best
-    expected = trained(steps=best)
-    assert are_equal([*saver.model.parameters()], [*expected[0].parameters()])
-
-
-def test_a_damaged_best_is_named_and_the_next_best_is_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    saver = save_all(tmp_path, [0.9, 0.2, 0.5], metric_for_best_model="eval_loss")
-    saver.wait()
-    flip(layout.folder_of(tmp_path, 2))
-    assert saver.load_best() == 3
-    assert (
-        f"step_00000002 is skipped: {SHARD} does not have its checksum" in capsys.readouterr().out
-    )
-    assert are_equal([*saver.model.parameters()], [*trained(steps=3)[0].parameters()])
-
-
 def test_what_is_removed_has_no_checkpoints_name(tmp_path, monkeypatch):
     save_all(tmp_path, [0.9, 0.2, 0.5], keep_last=0).close()
     removed: list[str] = []
     monkeypatch.setattr(layout.shutil, "rmtree", lambda x, **_: removed.append(x.name))
-    layout.remove_old(tmp_path, 1, None)
+    layout.remove_old(tmp_path, 1)
     assert steps_in(tmp_path) == [3]
     assert all(name.endswith(".partial") for name in removed)
-
-
-def test_a_metric_that_was_never_logged_costs_no_model(tmp_path, capsys):
-    saver = save_all(tmp_path, [0.9], metric_for_best_model="reward")
-    saver.wait()
-    assert saver.load_best() == 0
-    assert "warning: --metric_for_best_model reward was not logged" in capsys.readouterr().out
-
-
-def test_the_last_evaluation_counts_though_it_follows_the_last_checkpoint(tmp_path: Path) -> None:
-    saver = save_all(tmp_path, [0.9, 0.5], metric_for_best_model="eval_loss")
-    saver.save(3)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(json_line({"step": 3, "eval_loss": 0.1}))
-    saver.close()
-    best = best_checkpoint.ranking(tmp_path, "eval_loss")
-    assert [layout.step_of(path) for path in best] == [3, 2, 1]
 
 
 def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: Path) -> None:

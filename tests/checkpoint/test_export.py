@@ -74,7 +74,7 @@ def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> No
     assert lm.config.use_cache  # off in training
     assert len(AutoTokenizer.from_pretrained(newest / "model")) == len(tiny.tokenizer())
     assert layout.damage(newest) == ""  # it can still be resumed from
-    layout.remove_old(run, 1, None)
+    layout.remove_old(run, 1)
     assert not before.exists()  # with its model
 
 

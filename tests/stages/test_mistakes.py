@@ -111,11 +111,6 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     ("train_grpo", {"reward_funcs": "overlong:48"}, ["overlong:48 names no limits"]),
     ("train_sft", {"max_steps": "many"}, ["--max_steps", "'many'"]),
     (
-        "train_sft",
-        {"metric_for_best_model": "rewrad", "save_steps": 1},
-        ["rewrad", "no run of this stage"],
-    ),
-    (
         "train_dpo",
         {"pair_method": "all"},
         ["unknown argument '--pair_method'", "CHANGELOG.md those that are gone"],
