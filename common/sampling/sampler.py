@@ -38,18 +38,13 @@ class Rollouts:
         completion_ids: Sequence[Sequence[int]],
         token_logps: Sequence[Sequence[float]],
         has_stop: Sequence[bool],
+        width: int = 0,
     ) -> "Rollouts":
-        """Completions from lists; 0 where no log-probabilities are given."""
-        ids, mask = right_pad(completion_ids, 0)
+        """Completions from lists, C at least `width`; 0 where no log-probabilities are given."""
+        ids, mask = right_pad(completion_ids, 0, width)
         logps = torch.zeros(mask.shape)
         logps[mask] = torch.tensor([x for row in token_logps for x in row] or 0.0)
         return cls(ids, mask, logps, torch.tensor(has_stop, dtype=torch.bool))
-
-    @classmethod
-    def blank(cls, num_rows: int, max_length: int) -> "Rollouts":
-        """So many empty completions."""
-        ids = torch.zeros(num_rows, max_length, dtype=torch.int64)
-        return cls(ids, ids.bool(), ids.float(), ids.any(1))
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -162,7 +157,7 @@ class Sampler:
         )
         seed = noise.derive_seed(config.seed, "sampling", step)
         num_prompts, count = decoded_at_once(num_samples, config)
-        batches = [Rollouts.blank(0, max_length).tensors]
+        batches = [Rollouts.of([], [], [], max_length).tensors]
         with self.copy.gathered(self.policy) as lm, rollout_copy.packed(lm):
             prompt_starts = range(0, len(examples), num_prompts)
             for start, first in product(prompt_starts, range(0, num_samples, count)):

@@ -74,10 +74,7 @@ class EngineSampler(Sampler):
             drawn = self.request_completions(examples, num_samples, settings, seed, report)
         ids, logps = [ids for ids, _ in drawn], [logps for _, logps in drawn]
         stops = [completion[-1] in self.vocabulary.stop_ids for completion in ids]
-        # One more, which only sets the width: (B, C) for every rank and step.
-        blank = Rollouts.blank(1, self.config.max_completion_length).ids.tolist()
-        rollouts = Rollouts.of(ids + blank, logps + blank, [*stops, False])
-        return rollouts[torch.arange(len(ids))]
+        return Rollouts.of(ids, logps, stops, self.config.max_completion_length)
 
     def update_weights(self) -> None:
         """Give the server the policy's weights. Collective."""
