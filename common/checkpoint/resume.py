@@ -28,8 +28,6 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
             of a run with another config; or without a checkpoint, `output_dir` has a model of
             another config or stage; or another run is writing to it.
     """
-    if distributed.is_rank0():
-        refuse_other_stage(config)
     wanted = config.resume_from_checkpoint
     leave_finished(config)
     folders = locked_checkpoints(Path(config.output_dir))
@@ -51,9 +49,9 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
             f"no checkpoint in {config.output_dir} is whole; --resume_from_checkpoint none starts "
             "anew."
         )
-    if distributed.is_rank0() and (differences := differences_to_finished_model(config)):
+    if distributed.is_rank0() and (changes := other_model(config)):
         raise UserError(
-            f"{Path(config.output_dir) / 'model'} is of another run: {'; '.join(differences)}; "
+            f"{Path(config.output_dir) / 'model'} is of another run: {'; '.join(changes)}; "
             "give the same values to make it again, another --output_dir, or "
             "--resume_from_checkpoint none to replace it."
         )
@@ -67,20 +65,6 @@ def locked_checkpoints(output_dir: Path) -> list[Path]:
     if distributed.is_rank0() and layout.newest_first(output_dir):
         output_lock.take(output_dir)
     return list(distributed.from_rank0(layout.newest_first(output_dir)))
-
-
-def refuse_other_stage(config: TrainConfig) -> None:
-    """Raise a UserError if the run would replace a model of another stage or of no run."""
-    output_dir, stage = Path(config.output_dir), type(config).__name__
-    if not has_model(output_dir):
-        return
-    environment = read_config(output_dir, ENVIRONMENT)
-    written_by = environment.get("stage", stage) if environment else "no run"
-    if written_by != stage:
-        raise UserError(
-            f"--output_dir {output_dir} has a folder 'model' of {written_by}, and this run of "
-            f"{stage} would replace it; name another folder."
-        )
 
 
 def has_model(output_dir: Path) -> bool:
@@ -101,12 +85,12 @@ def leave_finished(config: TrainConfig) -> None:
 def is_finished(config: TrainConfig) -> bool:
     """Whether a run of the same config finished here, and what it read has not changed since."""
     output_dir = Path(config.output_dir)
-    environment, saved = read_config(output_dir, ENVIRONMENT), read_config(output_dir)
-    if not (has_model(output_dir) and environment.get("finished")):
+    environment = read_config(output_dir, ENVIRONMENT)
+    if not (has_model(output_dir) and environment.get("finished")) or other_model(config):
         return False
     if changed := changed_inputs(config):
         print(f"{output_dir}/model is trained again: {changed[0]} has changed", flush=True)
-    return not changed and not changed_fields(saved, config)
+    return not changed
 
 
 def changed_inputs(config: TrainConfig) -> list[str]:
@@ -122,16 +106,18 @@ def warn_of_changed_inputs(config: TrainConfig) -> None:
         print(f"warning: {name} has changed: the run goes on with the new one", flush=True)
 
 
-def differences_to_finished_model(config: TrainConfig) -> list[str]:
-    """Differences to the run of a finished model in `output_dir`; empty without one."""
+def other_model(config: TrainConfig) -> list[str]:
+    """Differences between the run of a finished model in `output_dir` and this one."""
     output_dir = Path(config.output_dir)
-    saved = read_config(output_dir) if has_model(output_dir) else {}
-    return changed_fields(saved, config) if saved else []
+    if not has_model(output_dir):
+        return []
+    stage = read_config(output_dir, ENVIRONMENT).get("stage", "no run")
+    return differences(stage, read_config(output_dir), config)
 
 
 def set_aside_other_model(config: TrainConfig) -> None:
     """Rename a finished model of another config, so that it is not taken for this run's."""
-    if not differences_to_finished_model(config):
+    if not other_model(config):
         return
     for name in MODEL_FOLDERS:
         place = (Path(config.output_dir) / name).resolve()
@@ -183,9 +169,14 @@ def refuse_other_run(folder: Path, config: TrainConfig, *, any_config: bool) -> 
 def other_run(folder: Path, config: TrainConfig, *, any_config: bool = False) -> list[str]:
     """Differences between a checkpoint's run and this one: the stage, or else the config."""
     manifest = layout.read_manifest(folder)
-    if manifest["stage"] != type(config).__name__:
-        return [f"the stage was {manifest['stage']} and is {type(config).__name__}"]
-    return [] if any_config else changed_fields(manifest["config"], config)
+    return differences(manifest["stage"], {} if any_config else manifest["config"], config)
+
+
+def differences(stage: str, saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """The stage if it was another, else `changed_fields` of a saved config, if there is one."""
+    if stage != type(config).__name__:
+        return [f"the stage was {stage} and is {type(config).__name__}"]
+    return changed_fields(saved, config) if saved else []
 
 
 def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
