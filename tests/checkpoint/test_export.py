@@ -94,7 +94,7 @@ def test_of_two_commands_one_waits_for_the_other_s_export(run: Path) -> None:
 def test_what_is_no_checkpoint_or_damaged_is_refused(run: Path) -> None:
     newest = layout.newest_first(run)[0]
     (newest / "settings" / "config.json").write_text("{}")
-    reason = "settings/config.json has 2 bytes, not "
+    reason = "settings/config.json does not have its checksum"
     with pytest.raises(UserError, match=f"{newest} cannot be read: {reason}"):
         hf_folder.with_folders(tiny.train_config(model_name_or_path=str(newest)))
 
