@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from common import distributed
 from common.config.stages import CommonConfig, TrainConfig
-from common.errors import FunctionError, UserError, gist
+from common.errors import FunctionError, UserError
 
 Config = TypeVar("Config", bound=CommonConfig)
-NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")  # also tokenizers'
 PATIENCE = 5.0  # seconds; torchrun looks at its processes ten times a second
 
 
@@ -91,8 +90,6 @@ def fail(error: BaseException) -> NoReturn:
         close_and_exit(1)  # torchrun has asked for it, and names the cause
     if is_lost or not distributed.is_first_on_host():
         time.sleep(PATIENCE)
-    if any(reason in str(error) for reason in NO_ROOM) and not isinstance(error, UserError):
-        error = UserError(f"a disk, or the temporary folder (TMPDIR), is full: {gist(error)}.")
     is_refusal = isinstance(error, UserError)
     text = f"error: {error}" if is_refusal else "".join(traceback.format_exception(error)).rstrip()
     print(f"{failures.place(distributed.rank())}{text}", file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -51,15 +50,12 @@ def refuse_stale_store() -> None:
 
 
 def check_bfloat16(layout: str) -> None:
-    """Warn of a CPU without products of bfloat16; refuse a GPU without such attention.
+    """Refuse a GPU without attention in bfloat16.
 
     The shared layout has no other kernels than fused attention's, which need compute capability 8.
     """
-    if distributed.device().type == "cpu":
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            text = "this CPU has no bfloat16 products: --bf16 true is many times slower than false."
-            distributed.print_rank0(f"warning: {text}")
-    elif layout == "shared_prefix" and torch.cuda.get_device_capability() < (8, 0):
+    is_on_gpu = distributed.device().type == "cuda"
+    if is_on_gpu and layout == "shared_prefix" and torch.cuda.get_device_capability() < (8, 0):
         raise UserError(
             "this GPU has no attention in bfloat16; use --bf16 false, or --layout padded."
         )
@@ -69,15 +65,8 @@ def refuse_without_gpu() -> None:
     """Raise a UserError if the machine has a GPU that torch cannot use."""
     is_hidden = distributed.environment("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     has_gpu = DRIVER.exists() and any(DEVICES.glob("nvidia[0-9]*"))
-    if not has_gpu or is_hidden or torch.cuda.is_available():
-        return
-    driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())
-    build, remedy = "is built without CUDA", "install a torch for CUDA"
-    if torch.version.cuda:
-        build = f"is built for CUDA {torch.version.cuda}"
-        remedy = "update the driver, install a torch for an older CUDA"
-    raise UserError(
-        f"torch {build} and cannot use the GPU of this machine with the NVIDIA driver "
-        f"{driver.group() if driver else 'that it has'}; {remedy}, or train on the CPU, with "
-        "CUDA_VISIBLE_DEVICES= before the command."
-    )
+    if has_gpu and not is_hidden and not torch.cuda.is_available():
+        raise UserError(
+            f"torch, built for CUDA {torch.version.cuda}, cannot use this machine's GPU; with "
+            "CUDA_VISIBLE_DEVICES= before the command it trains on the CPU."
+        )

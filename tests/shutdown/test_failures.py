@@ -86,8 +86,6 @@ def hangs(completions, trainer_state, **columns):
         time.sleep(3600)
     return lengths(completions)
 """
-NO_ROOM = "No space left on device (os error 28)"
-FULL = f"error: a disk, or the temporary folder (TMPDIR), is full: {NO_ROOM}."
 CLOSED = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
 
 
@@ -282,7 +280,6 @@ def test_ranks_without_rows_make_the_steps_of_one_process(folder: Path) -> None:
         (dist.DistNetworkError("gone"), 0, "SIGTERM", (0.0, "", 1)),
         (ConnectionResetError("of a judge"), 0, "", (0.0, "ConnectionResetError: of a judge", 1)),
         (SystemExit(0), 0, "", (0.0, "SystemExit: 0", 1)),
-        (Exception(NO_ROOM), 0, "", (0.0, FULL, 2)),
         (KeyboardInterrupt(), 0, "", (0.0, "", 130)),
     ],
     ids=repr,
@@ -368,35 +365,14 @@ def test_a_process_whose_torchrun_died_while_it_imported_ends(parent, status, tm
     assert launch(status_of_orphan, 1, tmp_path, parent=parent) == [status]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("is_fast", [False, True])
-def test_a_cpu_on_which_bfloat16_is_slow_is_named(device, is_fast, capsys, monkeypatch):
-    monkeypatch.setattr(distributed, "device", lambda: torch.device(device))
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_fast)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    processes.check_bfloat16("shared_prefix")
-    printed = capsys.readouterr().out.strip()
-    assert bool(printed) == (device == "cpu" and not is_fast)
-    if printed:
-        tiny.check_sentence(printed, "no bfloat16 products", "--bf16 true is many times slower")
-
-
 @pytest.mark.parametrize("visible", ["0", "", None])
-@pytest.mark.parametrize(
-    ("cuda", "message"),
-    [("13.0", "for CUDA 13.0 .* 535.129.03; update"), (None, "without CUDA .* a torch for CUDA,")],
-)
 def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(
-    cuda: str | None, message: str, visible: str | None, tmp_path: Path, monkeypatch: Any
+    visible: str | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Unless the user has hidden the GPU, or there is none."""
-    text = (
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023"
-    )
-    (tmp_path / "version").write_text(text)
+    (tmp_path / "version").touch()
     monkeypatch.setattr(processes, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(processes, "DEVICES", tmp_path)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -406,7 +382,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(
     if visible == "":
         processes.refuse_without_gpu()
         return
-    with pytest.raises(UserError, match=f"built {message}.* CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(UserError, match="cannot use this .* CUDA_VISIBLE_DEVICES="):
         processes.refuse_without_gpu()
 
 
