@@ -64,8 +64,6 @@ class Run:
             config, module, self.optimizer, self.metrics, moving_reference, settings
         )
         self.step = self.checkpointer.load(resume_from)  # the current one, counted from 0
-        if not config.save_steps:
-            distributed.print_rank0("--save_steps is 0: a killed run loses all its steps")
         lm: Any = module.lm
         commit = getattr(lm.config, "_commit_hash", None)  # of a model of the hub
         self.logger = RunLogger(config, self.total_steps, self.step, commit)

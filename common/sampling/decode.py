@@ -162,15 +162,6 @@ class Settings:
     graphs: StepGraphs | None = None  # of the shared layout, which later calls replay
 
 
-def refuse_nan(logps: Tensor) -> None:
-    """Raise a RuntimeError if there is a nan."""
-    if logps.isnan().any():
-        raise RuntimeError(
-            "the model that samples gives scores that are nan: its weights have diverged; lower "
-            "--learning_rate and go on from an earlier checkpoint."
-        )
-
-
 def rows_to_keep(finished: Tensor, num_rows: int, position: int) -> Tensor | None:
     """Indices on the host of the rows that stay in the batch; None for all of them.
 
@@ -245,6 +236,7 @@ def decode(
             rows, finished, tokens = rows[kept], finished[kept], tokens[kept]
         logits = decoder.step(tokens)
     ids, token_logps = ids.cpu(), token_logps.cpu()
-    refuse_nan(token_logps)
+    if token_logps.isnan().any():
+        raise RuntimeError("the model that samples gives scores that are nan: it has diverged.")
     mask, has_stop = cut_at_stop(ids, settings.stop_ids)
     return ids, mask, token_logps.masked_fill(~mask, 0.0), has_stop

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import json
-import os
 import signal
 import sys
 import time
@@ -22,12 +21,6 @@ def die_with_launcher() -> None:
     if sys.platform == "linux" and distributed.environment("TORCHELASTIC_RUN_ID"):
         set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
         ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
-        # torchrun may have been killed earlier, while this process imported. Then the parent is the
-        # first process (or a session's), which in a container can be torchrun itself.
-        parent = os.getppid()
-        name = Path(f"/proc/{parent}/comm").read_text().strip()
-        if name == "systemd" or (parent == 1 and not name.startswith(("pt_elastic", "python"))):
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def report_to_torchrun(text: str) -> None:

