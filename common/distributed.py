@@ -218,11 +218,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def is_first_on_host() -> bool:
-    """Whether this process is the first of its host."""
-    return number_in("LOCAL_RANK") == 0
-
-
 def num_on_host() -> int:
     """Number of processes on this host."""
     return number_in("LOCAL_WORLD_SIZE", 1)

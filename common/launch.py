@@ -88,7 +88,7 @@ def fail(error: BaseException) -> NoReturn:
     is_lost = failures.lost_peers(error)
     if is_lost and signals.received():
         close_and_exit(1)  # torchrun has asked for it, and names the cause
-    if is_lost or not distributed.is_first_on_host():
+    if is_lost or distributed.number_in("LOCAL_RANK") > 0:
         time.sleep(PATIENCE)
     is_refusal = isinstance(error, UserError)
     text = f"error: {error}" if is_refusal else "".join(traceback.format_exception(error)).rstrip()

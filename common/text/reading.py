@@ -117,7 +117,7 @@ def _once_per_host(make: Callable[[], list[Example]]) -> Sequence[Example]:
     """
     name = f"tokenised-rows-{distributed.from_rank0(uuid.uuid4().hex)}-{socket.gethostname()}"
     folder = Path(tempfile.gettempdir(), name)
-    is_first = distributed.is_first_on_host()
+    is_first = distributed.number_in("LOCAL_RANK") == 0
     try:
         examples: Sequence[Example] = make() if is_first else []
         if is_first and distributed.num_on_host() > 1 and len(examples) >= shared_rows.MIN_ROWS:
