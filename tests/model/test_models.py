@@ -435,7 +435,7 @@ def test_the_own_pad_token_gets_an_embedding_and_changes_no_other(tmp_path):
     ("path", "words"),
     [
         ("a/b/c", "'a/b/c' does not exist"),
-        ("output/model", "'output/model' does not exist; a training script"),
+        ("output/model", "'output/model' does not exist and is no hub id"),
         ("tests/model_", "'tests/model_' does not exist and is no hub id"),
         ("shape.json", "'shape.json' does not exist"),
     ],
