@@ -7,7 +7,6 @@ messages of a conversation, or in two of these places. Afterwards it is in `prom
 import operator
 import os
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -29,14 +28,6 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 # Columns that may hold the question of a pair
 QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
 PAIR = ("chosen", "rejected")
-# White space; characters of scripts without it: Thai to Myanmar, Khmer, Tai, Chinese and Japanese
-BREAK = re.compile(
-    "[\\s\u0e00-\u109f\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f\u2e80-\u312f\u3190-\ua4cf"
-    "\ua980-\ua9ff\uaa60-\uaadf\uf900-\ufaff\ufe30-\ufe4f\uff00-\uff9f\U0001aff0-\U0001b16f"
-    "\U00020000-\U0003ffff]"
-)
-# Two characters that form one, next to those where the second is a combining mark
-JOINED = re.compile("[\u1039\u17d2\u1a60\u1b44\ua9c0\u200d].|.[\u0e33\u0eb3\u200d]", re.DOTALL)
 LIST = "list of messages, each with the texts 'role' and 'content'"
 PAGE = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 
@@ -256,8 +247,8 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
     - One completion of messages: all before the first answer, or all if there is none. A
       conversation that opens with a turn of the assistant has it in the prompt.
     - A pair of messages: all before the last message, which is the answer.
-    - A pair of texts without a `prompt` column: the longest common prefix that may be one. A single
-      space at its end goes to the completions, as in `trl-lib/tldr`; other white space stays.
+    - A pair of texts without a `prompt` column: what both share, up to its last white space. A
+      single space there goes to the completions, as in `trl-lib/tldr`; other white space stays.
     """
     first = columns[0] if columns else "chosen"
     is_pair = "rejected" in row and ("messages" not in row or row.get(first) is not row["messages"])
@@ -278,8 +269,8 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
         prompt = [*prompt, *shared]
     elif len(values) == 2 and "prompt" not in row and all(isinstance(v, str) for v in values):
         shared = os.path.commonprefix(values) if values[0] != values[1] else ""
-        ends = (end for end in range(len(shared), 0, -1) if _may_end(values, end))
-        shared = shared[: next(ends, 0)]
+        whole_words = re.match(r".*\s", shared, re.DOTALL)
+        shared = whole_words[0] if whole_words else ""
         shared = re.sub(r"(?<=\S) \Z", "", shared)
         if _question(row, shared):
             return row  # refused as one without a prompt
@@ -290,21 +281,6 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
         return row
     answers = {name: row[name][len(shared) :] for name in columns}
     return {**row, "prompt": prompt, **answers}
-
-
-def _may_end(texts: Sequence[str], end: int) -> bool:
-    """Whether a prompt may end behind the first `end` characters, which both texts share.
-
-    It may at white space, and in a script without spaces between any two letters. A part of a word
-    of another script belongs to the completions, and none of them is empty.
-    """
-    last, following = texts[0][end - 1], [text[end : end + 1] for text in texts]
-    if not all(following) or not (BREAK.match(last) or all(map(BREAK.match, following))):
-        return False
-    marks = (
-        unicodedata.category(char)[0] == "M" or JOINED.match(last + char) for char in following
-    )
-    return not any(marks)
 
 
 def _fault(row: RawRow, kind: str) -> str:

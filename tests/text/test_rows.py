@@ -401,33 +401,9 @@ def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
         ("Hi. TL;DR: another", "Hi. TL;DR: any", ("Hi. TL;DR:", " another", " any")),
         # Line breaks stay with the prompt: a completion that began with one might stop there.
         ("Q\n\nyes", "Q\n\nno", ("Q\n\n", "yes", "no")),
-        # Both go on with a space: the shared word is whole.
-        ("one two", "one\tthree", ("one", " two", "\tthree")),
         # One text is the beginning of the other: a completion must not be empty.
         ("one two", "one two three", ("one", " two", " two three")),
         ("Say: it's", "Say: it is", ("Say:", " it's", " it is")),
-        (
-            "Say: \ud55c\uad6d",
-            "Say: \ud55c\uad6d\uc5b4",
-            ("Say:", " \ud55c\uad6d", " \ud55c\uad6d\uc5b4"),
-        ),
-        ("\u5929\U0001f600a", "\u5929\U0001f600b", ("\u5929", "\U0001f600a", "\U0001f600b")),
-        # Scripts without spaces: what is shared, but no part of a word of another script
-        (
-            "问：什么颜色？答：蓝色。",
-            "问：什么颜色？答：绿色。",
-            ("问：什么颜色？答：", "蓝色。", "绿色。"),
-        ),
-        ("答：The cat", "答：This", ("答：", "The cat", "This")),
-        ("答:蓝", "答:绿", ("答:", "蓝", "绿")),
-        ("答：蓝", "答：蓝色", ("答：", "蓝", "蓝色")),
-        ("空は何色ですか。青い", "空は何色ですか。赤い", ("空は何色ですか。", "青い", "赤い")),
-        ("\uff71\uff72\uff73", "\uff71\uff72\uff74", ("\uff71\uff72", "\uff73", "\uff74")),
-        ("ฟ้าสีอะไร ตอบ:แดง", "ฟ้าสีอะไร ตอบ:ดำ", ("ฟ้าสีอะไร ตอบ:", "แดง", "ดำ")),
-        ("ท้องฟ้า", "ท้องฟาก", ("ท้อง", "ฟ้า", "ฟาก")),  # a tone mark stays with its letter
-        ("ถามน้ำ", "ถามนก", ("ถาม", "น้ำ", "นก")),
-        ("ຟ້າສີແດງ", "ຟ້າສີຂາວ", ("ຟ້າສີ", "ແດງ", "ຂາວ")),
-        ("មេឃពណ៌ក្រ", "មេឃពណ៌ក្ល", ("មេឃពណ៌", "ក្រ", "ក្ល")),  # a letter below a letter
     ],
 )
 def test_a_missing_prompt_is_the_shared_prefix(tmp_path, chosen, rejected, expected):
