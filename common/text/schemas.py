@@ -4,7 +4,6 @@ TRL's rows have the prompt in a column, or in front of both completions of a pai
 messages of a conversation, or in two of these places. Afterwards it is in `prompt` alone.
 """
 
-import operator
 import os
 import re
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 """By the kind of rows: columns next to `prompt`, in the order of the K completions."""
 
-# Columns that may hold the question of a pair
+# Columns that may hold the question of a pair of texts, which are then refused without a `prompt`
 QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
 PAIR = ("chosen", "rejected")
 LIST = "list of messages, each with the texts 'role' and 'content'"
@@ -62,42 +61,14 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
         UserError: A row has another schema; names the row, counted from 1, and the column.
     """
     columns = COMPLETION_COLUMNS[kind]
-    chats = {"messages", "prompt", *columns, *PAIR}
-    rows = [
-        {k: [*map(_joined, v)] if k in chats and isinstance(v, list) else v for k, v in row.items()}
-        for row in rows
-    ]
     rows = [_from_messages(row, columns) for row in rows]
     rows = _cut_repeated_prompts(rows, columns or PAIR, label)
     rows = [_with_shared_prompt(row, columns) for row in rows]
-    if num_unread := sum(map(_has_unread_system, rows)):
-        distributed.print_rank0(
-            f"warning: {label}: the column 'system' of {num_unread} rows is not read; put it first "
-            "in the messages (docs/data.md)"
-        )
     rows = _empty_blank_rows(rows, (*columns, "prompt"), label)
     for number, row in enumerate(rows, start=1):
         if fault := _fault(row, kind):
             raise UserError(f"{label}, row {number}: {fault}.")
     return rows
-
-
-def _has_unread_system(row: RawRow) -> bool:
-    """Whether a prompt of messages has its system message in a column, which is not read."""
-    prompt: Any = row.get("prompt")
-    if not is_messages(prompt) or prompt[0]["role"] in ("system", "developer"):
-        return False
-    return not is_blank(row.get("system"))
-
-
-def _joined(turn: Any) -> Any:
-    """A message whose content is a list of text parts with their text, anything else as it is."""
-    parts: Any = turn.get("content") if isinstance(turn, dict) else None
-    is_text = isinstance(parts, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in parts
-    )
-    return {**turn, "content": "".join(part["text"] for part in parts)} if is_text else turn
 
 
 def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
@@ -113,29 +84,6 @@ def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
     if not columns and is_messages(turns) and turns[-1]["role"] == "assistant":
         turns = turns[:-1]
     return {**row, target: turns}
-
-
-def _advice(row: RawRow, kind: str, column: str) -> str:
-    """Advice about a missing column, a clause, by the schema of the row."""
-    if kind == "sft" and "chosen" in row and "completion" not in row:
-        return f"--column_map completion=chosen trains the chosen answers; {PAGE}"
-    if isinstance(row.get("rejected"), str) and (name := _question(row)):
-        return (
-            f"{name!r} is not in the beginning that both texts share; "
-            f"--column_map prompt={name} takes it as prompt, other={name} leaves it aside"
-        )
-    if "messages" in row and not is_messages(row["messages"]):
-        return f"'messages' is no {LIST}; {PAGE}"
-    return f"--column_map {column}=NAME takes another one; {PAGE}"
-
-
-def _question(row: RawRow, shared: str = "") -> str:
-    """The first column that may hold a pair's question, unless its text is in what both share."""
-    for name in QUESTIONS:
-        cell = row.get(name)
-        if not is_blank(cell) and not (isinstance(cell, str) and cell.strip() in shared):
-            return name
-    return ""
 
 
 def is_messages(value: Any) -> bool:
@@ -201,22 +149,15 @@ def _cut_repeated_prompts(rows: list[RawRow], columns: Sequence[str], label: str
     cut only if all rows are so: a completion may begin like its short prompt by chance.
     """
     cut = [_cut_repeated_prompt(row, columns) for row in rows]
-    all_repeat = all(
-        new or _blank_column(row, ("prompt", *columns)) for row, new in zip(rows, cut, strict=True)
-    )
-    result = [
-        new if new and (all_repeat or is_messages(row[columns[0]])) else row
-        for row, new in zip(rows, cut, strict=True)
-    ]
+    pairs = [*zip(rows, cut, strict=True)]
+    all_repeat = all(new or _blank_column(row, ("prompt", *columns)) for row, new in pairs)
+    is_cut = [bool(new) and (all_repeat or is_messages(row[columns[0]])) for row, new in pairs]
     if num_repeating := len(rows) - cut.count(None):
-        num_cut = sum(map(operator.is_not, result, rows))
-        left = num_repeating - num_cut
         distributed.print_rank0(
-            f"{'warning: ' if left else ''}{label}: {' and '.join(columns)} repeat the prompt in "
-            f"{num_repeating} of {len(rows)} rows; it is cut from {num_cut}"
-            + (f", and {left} are taken as they are" if left else "")
+            f"{label}: {' and '.join(columns)} repeat the prompt in {num_repeating} of {len(rows)} "
+            f"rows; it is cut from {sum(is_cut)}"
         )
-    return result
+    return [new if new and c else row for (row, new), c in zip(pairs, is_cut, strict=True)]
 
 
 def _cut_repeated_prompt(row: RawRow, columns: Sequence[str]) -> RawRow | None:
@@ -257,6 +198,7 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
         return row
     values: list[Any] = [row.get(name) for name in names]
     prompt: Any = row.get("prompt", [])
+    is_text_pair = len(values) == 2 and all(isinstance(value, str) for value in values)
     if all(map(is_messages, values)) and (is_messages(prompt) or "prompt" not in row):
         if len(values) == 1:  # every answer is trained
             num_opening = 0 if prompt else 1
@@ -267,16 +209,12 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
             alike = takewhile(lambda turn: turn.count(turn[0]) == len(turn), earlier)
             shared = [turn[0] for turn in alike]
         prompt = [*prompt, *shared]
-    elif len(values) == 2 and "prompt" not in row and all(isinstance(v, str) for v in values):
-        shared = os.path.commonprefix(values) if values[0] != values[1] else ""
-        whole_words = re.match(r".*\s", shared, re.DOTALL)
-        shared = whole_words[0] if whole_words else ""
-        shared = re.sub(r"(?<=\S) \Z", "", shared)
-        if _question(row, shared):
-            return row  # refused as one without a prompt
-        prompt = shared
     elif "prompt" not in row and _blank_column(row, names):
         return {**row, "prompt": None}
+    elif is_text_pair and row.keys().isdisjoint(("prompt", *QUESTIONS)):
+        shared = os.path.commonprefix(values) if values[0] != values[1] else ""
+        whole_words = re.match(r".*\s", shared, re.DOTALL)
+        prompt = shared = re.sub(r"(?<=\S) \Z", "", whole_words[0] if whole_words else "")
     else:
         return row
     answers = {name: row[name][len(shared) :] for name in columns}
@@ -285,11 +223,12 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
 
 def _fault(row: RawRow, kind: str) -> str:
     """The reason that a row does not fit the schema of its kind, empty if it does."""
-    for column in ("prompt", *COMPLETION_COLUMNS[kind]):
-        if column not in row:
-            there = ", ".join(map(repr, row)) or "none"
-            advice = _advice(row, kind, column)
-            return f"column {column!r} is missing; the columns are {there}: {advice}"
+    columns = (*COMPLETION_COLUMNS[kind], "prompt")
+    if missing := [column for column in columns if column not in row]:
+        there = ", ".join(map(repr, row)) or "none"
+        advice = f"--column_map {missing[0]}=NAME takes another one; {PAGE}"
+        return f"column {missing[0]!r} is missing; the columns are {there}: {advice}"
+    for column in columns:
         value = row[column]
         if not isinstance(value, str) and not is_messages(value):
             kind_of_value = type(value).__name__

@@ -42,16 +42,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "other names": {"messages": SHARE_GPT},
     "other roles": {"messages": CALLS},
     "parts": {"messages": [{"role": "user", "content": [{"type": "image", "text": "So?"}]}]},
-    "text parts": {
-        "messages": [
-            {
-                **m,
-                "content": [{"type": "text", "text": m["content"][:4], "image": None}]
-                + [{"type": "text", "text": m["content"][4:]}],
-            }
-            for m in ASKED + BLUE
-        ]
-    },
     "alpaca": INSTRUCTION,
     "dolly": {"instruction": "Name its color.", "context": "The sky", "response": "Blue."},
     "prompt": {"prompt": "The sky is"},
@@ -65,7 +55,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "alpaca pair": {**INSTRUCTION, "chosen": "Blue.", "rejected": "Green."},
     "conversations in other words": {"conversations": ASKED + BLUE},
     "question beside": {"question": "Its color?", **IMPLICIT},
-    "question inside": {"question": "The sky", **IMPLICIT},
     "messages beside": {"messages": ASKED + BLUE, **IMPLICIT},
     "conversations beside": {"conversations": SHARE_GPT, **IMPLICIT},
     "UltraFeedback": {
@@ -85,7 +74,8 @@ END = "<|im_end|>"
 QUESTION = f"<|im_start|>user\nWhat color is the sky?{END}\n<|im_start|>assistant\n"
 BRIEF = f"<|im_start|>system\nBe brief.{END}\n{QUESTION}"
 CALLED = f"{END}\n<|im_start|>tool\nblue{END}\n<|im_start|>assistant\n"
-CHOSEN = "--column_map completion=chosen trains the chosen answers; docs/data.md has"
+CHOSEN = "--column_map completion=NAME takes another one; docs/data.md has"
+QUESTION_IS = "--column_map prompt=NAME takes another one; docs/data.md has"
 DOCS = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 # By the schema: what SFT, the stages with pairs, and GRPO read: a prompt with its completions, each
 # with the stop token; or what they say. One that is not here is refused by all of them.
@@ -96,24 +86,20 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
         DOCS,
         (f"{QUESTION}look(){CALLED}",),
     ),
-    "other names": (f"each with the texts 'role' and 'content'; {DOCS}",) * 3,
-    "text parts": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
-    "parts": (f"each with the texts 'role' and 'content'; {DOCS}",) * 3,
     "prompt": (DOCS, DOCS, ("The sky is",)),
     "chat prompt": (DOCS, DOCS, (QUESTION,)),
     "completion": (("The sky is", " blue."), DOCS, ("The sky is",)),
     "chat completion": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
     "pair": (DOCS, ("The sky is", " blue.", " green."), ("The sky is",)),
     "implicit pair": (CHOSEN, ("The sky is", " blue.", " green."), ("The sky is",)),
-    "alpaca pair": (CHOSEN, *("--column_map prompt=instruction takes it",) * 2),
-    "question beside": (CHOSEN, *("--column_map prompt=question takes it",) * 2),
-    "question inside": (CHOSEN, ("The sky is", " blue.", " green."), ("The sky is",)),
+    "alpaca pair": (CHOSEN, *(QUESTION_IS,) * 2),
+    "question beside": (CHOSEN, *(QUESTION_IS,) * 2),
     "messages beside": (
         (QUESTION, "It is blue."),
-        "--column_map prompt=messages takes it",
+        QUESTION_IS,
         (QUESTION,),
     ),
-    "conversations beside": (CHOSEN, *("--column_map prompt=conversations takes it",) * 2),
+    "conversations beside": (CHOSEN, *(QUESTION_IS,) * 2),
     "chat pair": (CHOSEN, (QUESTION, "It is blue.", "It is green."), (QUESTION,)),
     "implicit chat pair": (CHOSEN, (QUESTION, "It is blue.", "It is green."), (QUESTION,)),
     "UltraFeedback": (
@@ -174,7 +160,6 @@ def test_each_schema_is_read_or_refused_with_a_way_out(tmp_path, tokenizer, sche
         "chat pair",
         "implicit chat pair",
         "UltraFeedback",
-        "question inside",
     ],
 )
 def test_the_chosen_answer_is_trained_behind_the_prompt_of_the_pair(
