@@ -139,7 +139,8 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
             raise self.refused("eval_pairs_dataset_name", f"empty {where}")
         if self.lora_r and self.ref_update_steps:
             raise self.refused("ref_update_steps", "0 with --lora_r: only whole models move")
-        refuse_rollouts(self)
+        if self.num_minibatches > self.batch_size:
+            raise self.refused("num_minibatches", f"at most --batch_size, {self.batch_size}")
         self.advantages = self.advantages or self.scale_rewards or "group"
         if self.advantages == self.scale_rewards:
             self.scale_rewards = ""
@@ -210,12 +211,6 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     def has_exact_kl(self) -> bool:
         """Whether the KL is computed over the vocabulary."""
         return self.beta > 0 and self.kl_estimator == "full"
-
-
-def refuse_rollouts(config: GRPOConfig) -> None:
-    """Raise a UserError for settings of sampling and selection that do not fit."""
-    if config.num_minibatches > config.batch_size:
-        raise config.refused("num_minibatches", f"at most --batch_size, {config.batch_size}")
 
 
 def refuse_objective(config: GRPOConfig) -> None:
