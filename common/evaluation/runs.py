@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.evaluate import EvaluateConfig
+from common.errors import UserError
 from common.objectives.implicit_reward import ImplicitReward
 from common.record.run_folder import ENVIRONMENT, REWARD, read_config, read_metrics
 
@@ -38,13 +39,9 @@ def reward_of_run(path: str) -> ImplicitReward:
     settings = config_of_run(path)
     if reward := settings and read_config(folder_of_run(path)[0], ENVIRONMENT).get(REWARD):
         return ImplicitReward(**reward)
-    beta = settings.get("beta") or 1.0
-    if losses := {*settings.get("loss_type", [])}:  # a run of before 2026-11-28
-        needs_reference = not settings["reference_free"] and losses != {"simpo"}
-        return ImplicitReward(
-            beta, needs_reference, losses <= {"sigmoid_norm", "ipo_mean", "simpo"}
-        )
-    return ImplicitReward(beta)
+    if "loss_type" in settings:
+        raise UserError(f"{path} is of a DPO run that names no {REWARD}: train it again.")
+    return ImplicitReward(settings.get("beta") or 1.0)
 
 
 def policies_of(config: EvaluateConfig) -> list[str]:

@@ -347,10 +347,6 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
         ("beta: 0.3", ImplicitReward(beta=0.3)),
         ("beta: 0", ImplicitReward()),
         ("[1]", ImplicitReward()),
-        (
-            "{beta: 2, loss_type: [simpo], reference_free: false}",
-            ImplicitReward(2, False, True),
-        ),
     ],
 )
 def test_a_policy_is_judged_by_the_reward_of_its_run(tmp_path, text, expected):
@@ -359,6 +355,9 @@ def test_a_policy_is_judged_by_the_reward_of_its_run(tmp_path, text, expected):
     assert runs.reward_of_run(str(folder)) == ImplicitReward()
     (tmp_path / "config.yaml").write_text(text)
     assert runs.reward_of_run(str(folder)) == expected
+    (tmp_path / "config.yaml").write_text("{beta: 2, loss_type: [simpo]}")
+    with pytest.raises(UserError, match="a DPO run that names no implicit_reward: train it again"):
+        runs.reward_of_run(str(folder))
 
 
 def test_the_reference_of_one_policy_is_where_its_run_started(tmp_path: Path):
