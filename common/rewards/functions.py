@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from functools import cache, partial
 from numbers import Real
@@ -50,11 +50,10 @@ def length(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[floa
 
 def overlong(limits: str) -> RewardFunction:
     """0 up to a number of tokens, from there falling to -1 at another (DAPO, eq. 13)."""
-    if not re.fullmatch(r"\d+-\d+", limits):
-        raise UserError(f"overlong:{limits} names no limits; give tokens, as overlong:40-56.")
-    first, last = map(int, limits.split("-"))
+    match = re.fullmatch(r"(\d+)-(\d+)", limits)
+    first, last = map(int, match.groups()) if match else (0, 0)
     if first >= last:
-        raise UserError(f"overlong:{limits} must rise, as overlong:40-56.")
+        raise UserError(f"overlong:{limits} must be tokens that rise, as overlong:40-56.")
     return lambda completion_ids, **columns: [
         max(-1.0, min(0.0, (first - len(ids)) / (last - first))) for ids in completion_ids
     ]
@@ -136,13 +135,8 @@ def rouge_l(column: str) -> RewardFunction:
     evaluation reports, knows a-z only).
     """
     from common.text import overlap
-    from common.text.schemas import is_messages
 
     def judge(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        for reference in columns[column]:
-            if not (reference is None or isinstance(reference, str) or is_messages(reference)):
-                kind = type(reference).__name__
-                raise ValueError(f"the column {column!r} holds {kind}, it must be text or messages")
         pairs = zip(completions, columns[column], strict=True)
         return [
             None if r is None else overlap.rouge_l(text_of(c), text_of(r), WORD) for c, r in pairs
@@ -240,14 +234,11 @@ def call_once(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     values = function(**{k: v for k, v in arguments.items() if takes_all or k in parameters})
     values = event_loop().run_until_complete(values) if inspect.iscoroutine(values) else values
-    # A dict or a set has no order that a list of completions could follow.
-    is_list = isinstance(values, Iterable) and not isinstance(values, Mapping | Set | str | bytes)
-    values = list(values) if is_list else None
-    if values is None or len(values) != num_rows:
-        number = "no list of" if values is None else len(values)
+    values = list(values)
+    if len(values) != num_rows:
         raise UserError(
-            f"{title} returned {number} {noun} for {num_rows} rows; it must return a list with one "
-            "for each."
+            f"{title} returned {len(values)} {noun} for {num_rows} rows; it must return a list "
+            "with one for each."
         )
     return values
 

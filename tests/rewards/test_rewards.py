@@ -276,7 +276,7 @@ def test_an_exception_is_the_function_s_own():
         call({"picky": picky}, [1.0], num=3)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert str(caught.value).endswith("\nZeroDivisionError: division by zero")
-    with pytest.raises(UserError, match="'none' returned no list of rewards for 2 rows"):
+    with pytest.raises(FunctionError, match="'none' raised TypeError: 'NoneType' object is not it"):
         call({"none": lambda **_: None}, [1.0])
 
 
