@@ -284,7 +284,7 @@ def test_pairs_and_prompts_keep_their_order_and_columns(tokenizer):
     assert example == Example(
         0, "p", tokenizer("p")["input_ids"], [], {k: row[k] for k in list(row)[1:]}
     )
-    assert report.quantiles("completion") == [0] * 5
+    assert [*report.limits] == ["prompt"]
     with pytest.raises(UserError, match="1 empty prompt"):
         tokenize([{**row, "prompt": ""}], tokenizer, kind="prompts")
 
@@ -321,8 +321,8 @@ def test_losses_are_counted_and_rows_keep_their_numbers(plain):
     assert report.dropped == expected
     assert report.num_completions_truncated == 1
     longest = len(ids_of(plain, long_title))
-    assert report.quantiles("prompt") == [1, *[longest] * 4]  # of six rows, the empty one left out
-    assert report.quantiles("completion") == [2, 5, 6, 6, 6]  # 2 2 2 2, 2 2, 5 6, 2 2, 5 2
+    # Of six rows, the empty one left out: 2 2 2 2, 2 2, 5 6, 2 2, 5 2
+    assert report.limits == {"prompt": longest, "completion": 6}
     with pytest.raises(UserError) as caught:
         tokenize(rows, plain, kind="preference", max_dropped_fraction=0.5, **limits)
     assert str(caught.value) == (
@@ -339,20 +339,17 @@ def test_the_report_is_two_lines(plain):
     _, report = tokenize(rows, plain, max_prompt_length=99)
     lines = str(report).split("\n")
     assert lines[0] == ("train: 100 of 100 rows, truncated 2 prompts and 0 completions")
-    assert "50/90/95/99/100 %: prompt 51/91/96/100/101" in lines[1]  # of n + 1 tokens
-    assert "completion 2/2/2/2/2; 0 of 100 would merge" in lines[1]
+    limits = "--max_prompt_length 96 and --max_completion_length 2"  # of n + 1 tokens
+    assert lines[1] == f"  {limits} would keep 95 % whole; 0 of 100 would merge across the boundary"
     assert len(lines) == 2
     cut = [{"prompt": "p", "completion": row["prompt"][1:]} for row in rows]  # n + 1 tokens
     for limit, num_truncated in ((51, 50), (50, 51)):
         _, report = tokenize(cut, plain, max_completion_length=limit)
         lines = str(report).split("\n")
-        assert lines[2] == f"  --max_completion_length 96 would keep 95 % whole, it is {limit}"
+        assert "and --max_completion_length 96 would keep" in lines[1]
         assert report.num_completions_truncated == num_truncated
         warning = "  warning: 51 of 100 completions lose their stop token: only the others teach to"
-        assert [line.startswith(warning) for line in lines[3:]] == [True] * (num_truncated > 50)
-    _, report = tokenize(rows, plain, max_prompt_length=90, prompt_truncation="start")
-    (line,) = str(report).split("\n")[2:]
-    assert line == "  --max_prompt_length 96 would keep 95 % whole, it is 90"
+        assert [line.startswith(warning) for line in lines[2:]] == [True] * (num_truncated > 50)
 
 
 def test_boundary_merges_are_found(plain):

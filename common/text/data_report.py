@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from common.config.stages import CommonConfig
 from common.errors import UserError
 from common.text.example import Example
 from common.text.tokenise import TokenisedRow, encode
 
-PERCENT = (50, 90, 95, 99, 100)  # of a file's prompts and completions, at which lengths are printed
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 SHOWN_CHARACTERS = 60  # of each end of a long text in `marked`
 
@@ -24,7 +25,6 @@ class DataReport:
         kept = [row for row in rows if not row.drop_reason]
         completions = [text for row in kept for text in row.completions]
         self.split, self.num_rows, self.num_kept = split, len(rows), len(kept)
-        self.limits = (config.max_prompt_length, config.max_completion_length)
         self.dropped = Counter(row.drop_reason for row in rows if row.drop_reason)
         # Counted from 1; 0 if none is
         self.first_dropped = next((row.example.row + 1 for row in rows if row.drop_reason), 0)
@@ -32,19 +32,20 @@ class DataReport:
         self.num_completions = len(completions)
         # They end without a stop token
         self.num_completions_truncated = sum(text.is_truncated for text in completions)
-        # Before the cut, also of dropped rows that are not empty
         measured = [row for row in rows if not row.drop_reason.startswith("empty")]
-        self.lengths = {
+        lengths = {
             "prompt": [row.prompt.num_tokens for row in measured],
             "completion": [text.num_tokens for row in measured for text in row.completions],
+        }
+        self.limits = {  # that keep 95 % whole
+            noun: int(np.quantile(numbers, 0.95, method="inverted_cdf"))
+            for noun, numbers in lengths.items()
+            if numbers
         }
         every = -(-len(kept) // MERGE_SAMPLE) or 1
         sample = [(row.prompt.text, text.text) for row in kept[::every] for text in row.completions]
         self.num_boundaries_checked = len(sample)
         self.num_boundary_merges = count_boundary_merges(sample, tokenizer)
-        # Of SFT, where rows are their answers
-        chats = [row.example for row in rows if row.example.messages and len(row.completions) == 1]
-        self.num_conversations = len({example.row for example in chats})
 
     @property
     def num_dropped(self) -> int:
@@ -56,37 +57,22 @@ class DataReport:
         """The reasons for dropping rows, as `2 empty completion, 1 identical pair`."""
         return ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
 
-    def quantiles(self, noun: str) -> list[int]:
-        """The smallest length that each share of PERCENT does not exceed."""
-        ordered = sorted(self.lengths[noun]) or [0]
-        return [ordered[-(-len(ordered) * percent // 100) - 1] for percent in PERCENT]
-
     def __str__(self) -> str:
         """Lines to print."""
         dropped = f" ({self.drop_counts})" if self.num_dropped else ""
+        limits = " and ".join(f"--max_{noun}_length {n}" for noun, n in self.limits.items())
         lines = [
             f"{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, "
             f"truncated {self.num_prompts_truncated} prompts and "
             f"{self.num_completions_truncated} completions",
+            f"  {limits} would keep 95 % whole; {self.num_boundary_merges} of "
+            f"{self.num_boundaries_checked} would merge across the boundary",
         ]
-        numbers = (PERCENT, self.quantiles("prompt"), self.quantiles("completion"))
-        percent, prompt, completion = ("/".join(map(str, row)) for row in numbers)
-        lines.append(f"  tokens before the cut at {percent} %: prompt {prompt}")
-        if self.num_boundaries_checked:
-            lines[-1] += (
-                f", completion {completion}; {self.num_boundary_merges} of "
-                f"{self.num_boundaries_checked} would merge across the boundary"
-            )
-        for noun, limit in zip(self.lengths, self.limits, strict=True):
-            if (needed := self.quantiles(noun)[PERCENT.index(95)]) > limit:
-                lines.append(f"  --max_{noun}_length {needed} would keep 95 % whole, it is {limit}")
         if 2 * self.num_completions_truncated > self.num_completions:
             lines.append(
                 f"  warning: {self.num_completions_truncated} of {self.num_completions} "
                 "completions lose their stop token: only the others teach to stop"
             )
-        if self.num_conversations:
-            lines.append(f"  rows are the answers of {self.num_conversations} conversations")
         return "\n".join(lines)
 
     def refuse_lossy(self, max_dropped_fraction: float) -> None:

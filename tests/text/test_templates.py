@@ -234,7 +234,6 @@ def test_every_form_is_the_same_conversation(tmp_path, chatml, capsys, row: dict
     assert decoded(chatml, found) == decoded(chatml, expected)
     assert len(found) == 2
     printed = capsys.readouterr().out
-    assert "rows are the answers of 1 conversations" in printed
     assert r"user\nWhy?<|im_end|>\n<|im_start|>assistant\n[[Because.<|im_end|>]]" in printed
 
 
@@ -277,7 +276,7 @@ def test_a_prompt_that_is_another_one_in_use_is_refused(tmp_path, chatml, templa
         load(tmp_path, tokenizer, {"messages": [SYSTEM, ASKED, ONE]})
 
 
-def test_the_report_counts_conversations_and_answers_that_the_template_cuts(tmp_path, capsys):
+def test_the_report_counts_answers_that_the_template_cuts(tmp_path, capsys):
     thought = {**ONE, "content": "<think>use</think>Because."}
     dropping = tokenizer_of(KINDS["ChatML"])
     dropping.chat_template = dropping.chat_template.replace(
@@ -288,7 +287,6 @@ def test_the_report_counts_conversations_and_answers_that_the_template_cuts(tmp_
     load(tmp_path, dropping, *rows, max_dropped_fraction=0.5)
     printed = capsys.readouterr().out
     assert "train: 2 of 3 rows (1 answer left out in part" in printed
-    assert "rows are the answers of 2 conversations" in printed
 
 
 def judge_with(folder, tokenizer: Any, policy_tokenizer: Any) -> tuple[RewardModelFunction, Any]:
