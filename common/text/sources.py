@@ -30,23 +30,16 @@ class NoSuchSplitError(UserError):
 
 
 def read_split(
-    config: CommonConfig, dataset_name: str, split: str, kind: str, num_rows: int = 0
+    config: CommonConfig,  # its `column_map` renames columns; a second data set may lack them
+    dataset_name: str,  # `synthetic`, a file, a folder (also of `save_to_disk`) or a hub id
+    split: str,  # no other one takes its place; some of its rows, from 0: `train[160:320]`
+    kind: str,  # as in `load_examples`
+    num_rows: int = 0,  # take the first rows only; 0 takes all
 ) -> tuple[str, list[RawRow]]:
     """The name of a split in messages, and its rows as they are, with their columns renamed.
 
     A file is the split `train`, or the one it is named after (`validation.jsonl`). A folder has a
     file, or shards `split-00000-of-00002.parquet`, per split, also in its subfolder `data`.
-
-    Args:
-        config: Its `column_map` renames columns of every data set; a second one may lack them.
-        dataset_name: `synthetic`; a file (.jsonl, .jsonl.gz, .json, .parquet); a folder, also one
-            that `save_to_disk` has written; or a hub id.
-        split: Name of the split, no other one takes its place; of some of its rows, counted from 0,
-            as in `datasets`: `train[160:320]`.
-        kind: `sft` (prompt, completion; or messages, of which every answer is trained),
-            `preference` (prompt, chosen, rejected; without a `prompt` column it is the prefix that
-            both texts share) or `prompts` (prompt). Other columns are kept as they are.
-        num_rows: Take the first rows only; 0 takes all.
 
     Raises:
         UserError: the split has no rows, or cannot be read.
@@ -132,10 +125,9 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
             )
         return [path]
     if is_named or not may_be_id(dataset_name):
-        reason = f" {NO_ID}; give a file or a folder"
-        if dataset_name.startswith("data/") and not is_named:
-            reason = "; where a recipe names it, the make_rows.py next to the recipe makes it"
-        raise UserError(f"dataset_name {dataset_name!r} does not exist{reason}.")
+        raise UserError(
+            f"dataset_name {dataset_name!r} does not exist {NO_ID}; give a file or a folder."
+        )
     return []
 
 
@@ -182,7 +174,8 @@ def read_file(path: Path) -> Iterator[RawRow]:
             for batch in file.iter_batches():
                 yield from rows_of_table(batch)
             return
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+        mode: Any = {"mode": "rt", "encoding": "utf-8-sig", "newline": "\n"}  # not at U+2028
+        with gzip.open(path, **mode) if path.suffix == ".gz" else path.open(**mode) as stream:
             yield from _json_rows(stream, os.fspath(path))
     except UserError:
         raise
@@ -210,25 +203,18 @@ def rows_of_table(table: Any) -> list[RawRow]:
 
 def _json_rows(stream: Any, file: str) -> Iterator[RawRow]:
     """Rows of a JSON list of objects, or of one object per line."""
-    is_first = True
-    # Lines of bytes: a JSON string may hold U+2028, which is a line break of texts.
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
+        is_list = line.lstrip().startswith("[")
         try:
-            text = line.decode("utf-8-sig" if is_first else "utf-8")
-            is_list = is_first and text.lstrip().startswith("[")
-            is_first = False
-            text += stream.read().decode() if is_list else ""
-            rows = json.loads(text)
-            rows = rows if is_list else [rows]
+            rows = json.loads(line + stream.read()) if is_list else [json.loads(line)]
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, from line {number} on: {gist(error)}.") from None
         for index, row in enumerate(rows, start=1 if is_list else number):
             if not isinstance(row, dict):
-                which = f"{'row' if is_list else 'line'} {index}"
-                kind = type(row).__name__
-                raise UserError(f"{file}, {which}: expected named columns, found {kind}.")
+                where, kind = "row" if is_list else "line", type(row).__name__
+                raise UserError(f"{file}, {where} {index}: expected named columns, found {kind}.")
             yield row
 
 
@@ -288,15 +274,11 @@ def rows_of(name: str, split: str, config: str) -> Any:
     try:
         data = datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        # It lists the splits or the configurations that there are in its second sentence.
-        listed = re.search(r"\[.*?\]", str(error))
-        is_new = listed and listed[0] not in gist(error)
-        there = f"; it has {listed[0]}" if listed and is_new else ""
         # `datasets` 5.2 raises a plain ValueError for an unknown split.
         kind = NoSuchSplitError if str(error).startswith("Unknown split") else UserError
         raise kind(
             f"dataset_name {name!r} (split {split!r}) is no local file or folder and cannot be "
-            f"loaded from the hub: {gist(error)}{there}."
+            f"loaded from the hub: {str(error).rstrip('.')}."
         ) from None
     # Its library names the folder of its cache by the commit.
     files = " ".join(str(file["filename"]) for file in data.cache_files)

