@@ -26,8 +26,6 @@ order_of_epoch = functools.lru_cache(1)(permutation)
 
 def lengths(examples: Sequence[Example]) -> torch.Tensor:
     """(rows, 1 + K) int64, tokens of each prompt and of its K completions."""
-    if hasattr(examples, "lengths"):  # known without decoding a row
-        return torch.from_numpy(examples.lengths)
     return torch.tensor([[len(e.prompt_ids), *map(len, e.completions)] for e in examples])
 
 

@@ -218,11 +218,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def num_on_host() -> int:
-    """Number of processes on this host."""
-    return number_in("LOCAL_WORLD_SIZE", 1)
-
-
 def print_rank0(text: object) -> None:
     """`print` on rank 0, flushed; silent elsewhere."""
     if is_rank0():

@@ -2,6 +2,5 @@
 
 Data flows one way: `reading.load_examples` calls sources (files and the hub; or synthetic, the
 embedded task), schemas (`Row`), for messages chat (templates), tokenise and data_report in this
-order. Also of its face: example (token ids and their vocabulary), overlap (ROUGE). shared_rows is
-behind it.
+order. Also of its face: example (token ids and their vocabulary), overlap (ROUGE).
 """

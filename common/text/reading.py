@@ -2,18 +2,14 @@
 
 import contextlib
 import os
-import shutil
-import socket
-import tempfile
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import distributed
 from common.config.flags import AUTO
 from common.config.stages import CommonConfig, TrainConfig
 from common.errors import UserError
-from common.text import chat, data_report, schemas, shared_rows, sources, tokenise
+from common.text import chat, data_report, schemas, sources, tokenise
 from common.text.example import Example, Vocabulary
 from common.text.schemas import RawRow, Row
 
@@ -66,16 +62,16 @@ def load_examples(
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; [] for an empty name or split.
 
-    The first process of each machine does it, and shares many rows with the others. Collective.
+    Every process does it; all have the same rows. Collective.
 
     Raises:
         UserError: Too many rows are dropped, or all; also as `load_rows`, `chat.render` and
             `tokenise.tokenize_rows`.
     """
-
-    def make() -> list[Example]:
-        label, raw_rows = sources.read_split(config, dataset_name, split, kind, num_rows)
-        raw_rows = schemas.standardise(raw_rows, kind, label)
+    if not dataset_name or not split:
+        return []
+    with distributed.together():
+        raw_rows = load_rows(config, dataset_name, split, kind, num_rows)
         bar = distributed.progress_bar("rendering", len(raw_rows), unit="row", items=raw_rows)
         rows: list[Row] = []
         for number, raw in enumerate(bar):
@@ -87,9 +83,7 @@ def load_examples(
         counts = data_report.DataReport(tokenised, split, config, vocabulary.tokenizer)
         distributed.print_rank0(counts)
         counts.refuse_lossy(config.max_dropped_fraction)
-        return [row.example for row in tokenised if not row.drop_reason]
-
-    return _once_per_host(make) if dataset_name and split else []
+    return [row.example for row in tokenised if not row.drop_reason]
 
 
 def load_rows(
@@ -106,32 +100,6 @@ def load_rows(
     """
     label, raw_rows = sources.read_split(config, dataset_name, split, kind, num_rows)
     return schemas.standardise(raw_rows, kind, label)
-
-
-def _once_per_host(make: Callable[[], list[Example]]) -> Sequence[Example]:
-    """Call `make` in the first process of each machine, and return its rows in all. Collective.
-
-    The others map the rows if they are many and JSON can hold their columns, else they call it too.
-    The folder has a new name in every run and on every machine, and is removed once all have mapped
-    it, so that no run reads rows of another one. If the first process fails, so do the others.
-    """
-    name = f"tokenised-rows-{distributed.from_rank0(uuid.uuid4().hex)}-{socket.gethostname()}"
-    folder = Path(tempfile.gettempdir(), name)
-    is_first = distributed.number_in("LOCAL_RANK") == 0
-    try:
-        examples: Sequence[Example] = make() if is_first else []
-        if is_first and distributed.num_on_host() > 1 and len(examples) >= shared_rows.MIN_ROWS:
-            shared_rows.write(folder, examples)
-        distributed.barrier()
-        if folder.exists():
-            examples = shared_rows.MappedRows(folder)  # which takes less memory than what was made
-        elif not is_first:
-            examples = make()
-        distributed.barrier()
-        return examples
-    finally:
-        if is_first:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bool = False) -> str:
