@@ -113,20 +113,11 @@ class RewardModelFunction:
         return [first.setdefault(texts[i], reward) for i, reward in enumerate(rewards.tolist())]
 
     def check_conversation(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Raise a UserError if this model cannot read such messages with an answer to its end."""
-        from common.text.chat import TurnEnd, render
+        """Raise a UserError if this model cannot read such messages."""
+        from common.text.chat import render
 
         if not self.reads_ids(is_chat=True):
-            render({"prompt": messages}, "prompts", self.tokenizer)  # which raises one
-            return
-        end = len(TurnEnd(messages, self.policy_tokenizer).ids)
-        prompt, answer = self.config.max_prompt_length, self.config.max_completion_length
-        if self.limit is not None and prompt + answer + end > self.limit:
-            raise UserError(
-                f"--max_prompt_length {prompt} plus --max_completion_length {answer} plus the "
-                f"{end} tokens that end a turn is more than the {self.limit} positions of the "
-                f"reward model {self.path!r}."
-            )
+            render({"prompt": messages}, "prompts", self.tokenizer)
 
     def reads_ids(self, *, is_chat: bool) -> bool:
         """Whether the policy's ids of a conversation, or of a text, are read as they are."""

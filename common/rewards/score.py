@@ -61,8 +61,7 @@ class RewardLog:
     """Metrics and columns that functions log about B completions, as in TRL (1.16).
 
     Metrics reach `metrics.jsonl` and wandb as `logged/<name>`, columns the table of samples; where
-    a run has neither (pairs from rollouts, evaluation) both are dropped. Both functions raise a
-    ValueError for what cannot be logged.
+    a run has neither (pairs from rollouts, evaluation) both are dropped.
     """
 
     num_rows: int  # B
@@ -71,17 +70,10 @@ class RewardLog:
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number."""
-        number = as_number(value)
-        if number is None:
-            raise ValueError(f"log_metric({name!r}) got {value!r}; it must be a finite number")
-        self.metrics.setdefault(name, []).append(number)
+        self.metrics.setdefault(name, []).append(float(value))
 
     def log_extra(self, rows: Sequence[int], column: str, values: Sequence[Any]) -> None:
         """Log a value for each of the rows that the function was called on."""
-        if len(values) != len(rows):
-            raise ValueError(
-                f"log_extra({column!r}) got {len(values)} values for {len(rows)} completions"
-            )
         logged = self.columns.setdefault(column, [None] * self.num_rows)
         for row, value in zip(rows, map(scalar, values), strict=True):
             is_plain = value is None or isinstance(value, str | int | float)
@@ -90,10 +82,7 @@ class RewardLog:
 
 @dataclass
 class Rewards:
-    """Rewards of B completions.
-
-    `by_function` has each function's rewards by its short name, unweighted; of a function that
-    rewards steps, their sum.
+    """Rewards of B completions; `by_function` by short names, of steps their sum.
 
     `steps` has the weighted rewards of each completion's steps, of which the total is the sum; it
     is empty if no function rewards steps. The rewards of other functions are one more step, which
@@ -101,7 +90,7 @@ class Rewards:
     """
 
     total: Tensor  # (B,) float32, or (N, K) of rollouts; weighted sum of the functions that apply
-    by_function: dict[str, Tensor]  # of that shape, nan where a function does not apply
+    by_function: dict[str, Tensor]  # of that shape and unweighted, nan where one does not apply
     steps: "list[StepRewards]"  # B entries, or none
     log: RewardLog  # what the functions gave to `log_extra` and `log_metric`
 
@@ -140,8 +129,7 @@ class RewardFunctions:
         """
         from common.rewards.models import RewardModelFunction
 
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"reward_funcs names {twice[0]!r} twice; give it once, with a weight.")
         weights = list(weights) or [1.0] * len(names)
         if len(weights) != len(names):
@@ -237,21 +225,18 @@ class RewardFunctions:
         Returns:
             Rewards with `total` and `by_function` (N, K), float32 on the host; N*K `steps`.
         """
+        from common.text.chat import as_answers
+
         shape = (len(examples), len(rollouts.has_stop) // len(examples))
         repeated = [example for example in examples for _ in range(shape[1])]  # (N*K,)
         columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
         columns["prompt_ids"] = [e.prompt_ids for e in repeated]
         columns["has_stop"] = rollouts.has_stop.tolist()
         tokenizer, messages = self.vocabulary.tokenizer, [e.messages for e in repeated]
-        completions: list[Any] = rollouts.texts(tokenizer)
-        if any(messages):
-            from common.text.chat import as_answers
-
-            completions = as_answers(completions, messages, tokenizer)
         named = ", ".join(str(example.row + 1) for example in examples[:MAX_NAMED])
         rewards = self(
             [e.messages or e.prompt for e in repeated],
-            completions,
+            as_answers(rollouts.texts(tokenizer), messages, tokenizer),
             rollouts.completion_ids,
             columns,
             TrainerState(global_step=step, max_steps=total_steps),
@@ -280,7 +265,7 @@ class RewardFunctions:
                 (counted from 0). On every rank, if a function raised.
         """
         texts = {"prompts": prompts, "completions": completions}
-        arguments = {**columns, **texts, "completion_ids": completion_ids}
+        arguments: dict[str, Any] = {**columns, **texts, "completion_ids": completion_ids}
         assert all(len(values) == len(prompts) for values in arguments.values())
         values = columns.get(CHOICE_COLUMN, [None] * len(prompts))
         choices = [self.choice(value, f"row {i} of the batch") for i, value in enumerate(values)]
@@ -297,7 +282,15 @@ class RewardFunctions:
             # Ranks have to call a sharded model equally often, whatever their rows choose.
             rows = [i for i in range(len(prompts)) if is_chosen[i] or is_collective(function)]
             title = f"reward function {name!r}"
-            of_rows = inputs(arguments, rows, log) | {"trainer_state": trainer_state}
+            # Copies, which it may change
+            of_rows: dict[str, Any] = {
+                k: [deepcopy(values[row]) for row in rows] for k, values in arguments.items()
+            }
+            of_rows |= {
+                "trainer_state": trainer_state,
+                "log_metric": log.log_metric,
+                "log_extra": partial(log.log_extra, rows),
+            }
             at = place(rows[0]) if rows else where
             with distributed.together(), naming(title, at, is_ours=is_collective(function)):
                 returned = call_once(function, of_rows, len(rows), title, "rewards")
@@ -336,17 +329,6 @@ class RewardFunctions:
                     values = call_once(answer, arguments, len(completions), title, "answers")
                 answers[self.short_names[name]] = [None if v is None else str(v) for v in values]
         return answers
-
-
-# ---- arguments and return values of a function ---------------------------------------------------
-
-
-def inputs(
-    arguments: Mapping[str, Sequence[Any]], rows: Sequence[int], log: RewardLog
-) -> dict[str, Any]:
-    """Arguments of a function for some rows: copies, which it may change."""
-    of_rows = {key: [deepcopy(values[row]) for row in rows] for key, values in arguments.items()}
-    return of_rows | {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, rows)}
 
 
 def as_steps(reward: Any, last: int, title: str, row: str) -> "StepRewards":

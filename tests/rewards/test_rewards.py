@@ -226,17 +226,11 @@ def test_a_column_has_a_place_for_every_completion():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "value", "message"),
-    [
-        ("log_metric", "x", math.nan, "got nan; it must be a finite number"),
-        ("log_metric", "x", "1", "got '1'; it must be a finite number"),
-        ("log_metric", "x", [1.0], "got [1.0]; it must be a finite number"),
-        ("log_extra", "length", [0, 0], "got 2 values for 3 completions"),
-    ],
+    ("kind", "value"), [("log_metric", "one"), ("log_metric", [1.0]), ("log_extra", [0, 0])]
 )
-def test_what_cannot_be_logged_is_refused(kind: str, name: str, value: Any, message: str):
-    with pytest.raises(ValueError, match=re.escape(f"{kind}({name!r}) {message}")):
-        scored({"judge": noting((name, value), kind=kind)})
+def test_what_cannot_be_logged_is_refused(kind: str, value: Any):
+    with pytest.raises(FunctionError, match="reward function 'judge' raised (Type|Value)Error: "):
+        scored({"judge": noting(("x", value), kind=kind)})
 
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]

@@ -228,24 +228,6 @@ def test_a_judge_that_cannot_read_messages_is_refused_before_it_is_loaded(tmp_pa
         scorer.check_rows([example])
 
 
-def test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_loaded(
-    tmp_path, chatml
-):
-    """80 tokens of prompt and completion, and 2 behind a completion that broke off."""
-    (example,) = load(tmp_path, chatml, "prompts", {"prompt": [USER]})
-    for positions in (81, 82):
-        sizes = {"vocab_size": len(chatml), "max_position_embeddings": positions}
-        folder = tiny.save(tiny.classifier("llama", **sizes), tmp_path / str(positions), chatml)
-        scorer = tiny.reward_functions([folder], of=chatml, **LENGTHS)
-        scorer.check_rows([replace(example, messages=[])])
-        if positions == 82:
-            scorer.check_rows([example])
-            continue
-        sentence = "--max_completion_length 20 plus the 2 tokens .* 81 positions"
-        with pytest.raises(UserError, match=sentence):
-            scorer.check_rows([example])
-
-
 def test_text_is_left_as_it_is(tmp_path, chatml):
     (example,) = load(tmp_path, chatml, "sft", {"prompt": "Why?", "completion": " Because."})
     assert (example.prompt, example.messages) == ("Why?", [])
