@@ -43,7 +43,7 @@ def main(config: DPOConfig) -> None:
     distributed.seed_everything(config.seed)
     mesh = distributed.mesh(config.num_replicas)
 
-    # Objective: `objectives/kinds.py` calls the files that `loss_type` names. Data
+    # Objective: `objectives/kinds.py` calls the files that `loss_type` names, with our beta. Data
     objective, implicit_reward = config.objective, config.implicit_reward
     objective.check()
     vocabulary = load.load_vocabulary(config)

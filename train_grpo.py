@@ -77,7 +77,7 @@ def main(config: GRPOConfig) -> None:
     distributed.seed_everything(config.seed)
 
     # Objective, data and rewards
-    objective = config.objective
+    objective = config.objective  # by default `objectives/policy/clip.py`
     objective.check()
     config.advantage_function.check(len(config.reward_funcs), config.num_generations)
     vocabulary = load.load_vocabulary(config)
@@ -131,7 +131,7 @@ def main(config: GRPOConfig) -> None:
             policy, reference, plans, selected, config, run.metrics
         )
         # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
-        advantages = minibatches.advantages(selected, before.ref_logps, config)
+        advantages = minibatches.compute_advantages(selected, before.ref_logps, config)
         step_monitor.record(selected, advantages, step)
         # 5. One or several updates on every minibatch
         micro_batches = minibatches.make_micro_batches(
@@ -250,10 +250,11 @@ def grpo_loss(
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * scores.entropy
     if micro_batch.ref_logps is not None:
-        kl = scores.kl  # (B, C)
-        if not config.has_exact_kl:
+        if config.has_exact_kl:
+            kl = scores.kl  # (B, C)
+        else:
             estimator, _, option = config.kl_estimator.partition("_")
-            kl = kl_estimate(logps, micro_batch.ref_logps, estimator=estimator)
+            kl = kl_estimate(logps, micro_batch.ref_logps, estimator=estimator)  # (B, C)
             if option == "ratio":
                 kl = kl * probability_ratio(logps, old_logps, mask)
         metrics.add("kl", (kl * mask).sum(), num_real)

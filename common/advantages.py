@@ -35,9 +35,9 @@ def group_advantages(
     """Rewards (N, G) relative to the prompt's other completions, (N, G) float32; G is at least 2.
 
     By the file of `common/objectives/advantages` that has the name of the `scale`, or with the
-    `baseline` leave_one_out by `rloo`. `batch` divides by the deviation of the groups that are
-    `counted` (N,), by default all; over all ranks with an `all_reduce` that sums a tensor over
-    them, and then every rank has to call.
+    `baseline` leave_one_out by `rloo`; GRPO calls these files itself. `batch` divides by the
+    deviation of the groups that are `counted` (N,), by default all; over all ranks with an
+    `all_reduce` that sums a tensor over them, and then every rank has to call.
 
     >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0], [2.0, 2.0, 2.0]]))
     tensor([[ 1.1545, -0.5773, -0.5773],

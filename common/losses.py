@@ -88,7 +88,7 @@ def preference_loss(
     rejected_lengths: Tensor | None = None,
     gamma: float = 0.0,
 ) -> Tensor:
-    """Loss (N,) of pairs, by a file of `common/objectives/preference`.
+    """Loss (N,) of pairs, by a file of `common/objectives/preference`, which DPO calls itself.
 
     Log-probs are sums over the completion's tokens. The lengths (N,), in tokens, are for losses
     that divide by them. A setting that is 0 is not passed.
@@ -186,6 +186,8 @@ def policy_loss(
     ratio_level: str = "token",
 ) -> Tensor:
     """Loss of each token (B, C), by `clip` or `gspo` of `common/objectives/policy`.
+
+    GRPO calls these files itself.
 
     With one update per rollout, pass the log-probs as their own old ones: rho is then exactly 1,
     and the loss's gradient is REINFORCE's.

@@ -117,7 +117,7 @@ class Run:
     def update(self, losses: list[Tensor]) -> None:
         """Clip and take an optimiser step, on the gradients of `micro_batches`. Collective.
 
-        Their losses, of this rank, are only checked.
+        Their losses, of this rank, are only checked. Gradients are cleared.
 
         Raises:
             RuntimeError: a loss or gradient is not finite; nothing was changed, the rows are named.

@@ -193,14 +193,14 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         return Advantages.find([self.advantages], self.objective_args, others, **scale)
 
     @property
-    def is_multi_objective(self) -> bool:
+    def is_by_function(self) -> bool:
         """Whether advantages are made of each reward function's rewards (GDPO)."""
         return self.advantage_function.takes_each_function
 
-    def objective_weights(self, num_objectives: int) -> list[float]:
+    def advantage_weights(self, number: int) -> list[float]:
         """Weights of what advantages are made of: of the total, which has been weighted, 1."""
-        weights = self.reward_weights if self.is_multi_objective else []
-        return weights or [1.0] * num_objectives
+        weights = self.reward_weights if self.is_by_function else []
+        return weights or [1.0] * number
 
     @property
     def has_kl_in_reward(self) -> bool:

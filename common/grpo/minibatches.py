@@ -1,8 +1,8 @@
 """From selected completions to the micro-batches of a step's updates.
 
 `plan_updates` plans which completions share an update and a forward pass, `logps_before_updates`
-computes their log-probabilities, `advantages` their advantages; `make_micro_batches` puts all of it
-into micro-batches, once. Until then tensors are indexed by slot (see `rollouts`).
+computes their log-probabilities, `compute_advantages` their advantages; `make_micro_batches` puts
+all of it into micro-batches, once. Until then tensors are indexed by slot (see `rollouts`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -194,7 +194,7 @@ def reference_head(
 # ---- advantages by slot --------------------------------------------------------------------------
 
 
-def advantages(
+def compute_advantages(
     selected: SelectedCandidates, ref_logps: Tensor | None, config: GRPOConfig
 ) -> Tensor:
     """Advantages (N, G) of the selected candidates; of tokens (N, G, C) if steps have rewards.
@@ -205,7 +205,7 @@ def advantages(
     """
     if selected.groups.steps:
         return advantages_of_steps(selected, config)
-    objectives = selected.objectives  # (F, N, G), or with baseline all (F, N, K)
+    rewards = selected.advantage_rewards  # (F, N, G), or with the baseline all (F, N, K)
     if config.has_kl_in_reward:
         # k1, log-probability under sampler minus reference: PPO's (Ziegler et al. 2019, eq. 2)
         assert ref_logps is not None, "the reference comes first"
@@ -217,10 +217,10 @@ def advantages(
         squares = gaps.square().sum(1).view(kl.shape).sum(1)  # (N,)
         is_rounding = squares <= largest**2 * selected.lengths.sum(1)
         kl = kl.masked_fill((selected.flat & is_rounding)[:, None], 0.0)
-        objectives = objectives - config.beta * kl
-    weights, counted = config.objective_weights(len(objectives)), selected.counted.any(1)
-    function = config.advantage_function  # `objectives.kinds.Advantages`, of a file
-    values = function(objectives, weights, counted, distributed.all_reduce_sum)
+        rewards = rewards - config.beta * kl
+    weights, counted = config.advantage_weights(len(rewards)), selected.counted.any(1)
+    function = config.advantage_function  # by default `objectives/advantages/group.py`
+    values = function(rewards, weights, counted, distributed.all_reduce_sum)  # (N, G) or (N, K)
     if config.baseline == "all":
         values = values.gather(1, selected.indices)  # (N, G)
     if config.normalize_globally or function.normalizes_globally:

@@ -12,7 +12,7 @@ from common.advantages import effective_sample_size, eos_penalty
 from common.config.grpo import GRPOConfig
 from common.data import Example
 from common.errors import EngineError
-from common.grpo.rollouts import SelectedCandidates, objective_rewards, reward
+from common.grpo.rollouts import SelectedCandidates, advantage_rewards, reward
 from common.losses import masked_sum
 from common.record.metrics import Accumulator
 
@@ -48,9 +48,9 @@ def show_samples(
         return
     scored = reward(scorer, examples, rollouts, config, step, logger.total_steps)
     has_stop = rollouts.has_stop.view(scored.total.shape)
-    objectives = objective_rewards(scored.total, scored.by_function, has_stop, config)  # (F, N, G)
-    weights = config.objective_weights(len(objectives))
-    advantages = config.advantage_function(objectives, weights)  # (N, G), of these prompts alone
+    compared = advantage_rewards(scored.total, scored.by_function, has_stop, config)  # (F, N, G)
+    weights = config.advantage_weights(len(compared))
+    advantages = config.advantage_function(compared, weights)  # (N, G), of these prompts alone
     by_function = {f"{FUNCTION_PREFIX}{name}": r for name, r in scored.by_function.items()}
     rewards = {"reward": scored.total, **by_function, "advantage": advantages}
     columns: dict[str, list[Any]] = {

@@ -42,8 +42,8 @@ class Groups:
     examples: list[Example]  # N
     real: Tensor  # (N,) bool, False = filler, which counts nowhere
     rollouts: "Rollouts"  # N*K completions, prompt-major
-    rewards: Tensor  # (N, K)
-    by_function: dict[str, Tensor]  # (N, K) each, nan where a function does not apply
+    rewards: Tensor  # (N, K), with the penalty for not stopping
+    by_function: dict[str, Tensor]  # (N, K) each, without it; nan where a function does not apply
     # N*K, empty if no function rewards steps
     steps: list[StepRewards] = field(default_factory=list)
     num_replaced: int = 0  # flat groups, over all ranks, for which fresh prompts were sampled
@@ -68,8 +68,8 @@ class SelectedCandidates:
     candidates: Tensor  # (N*G,) by slot, which of the N*K
     rollouts: "Rollouts"  # the N*G completions, by slot
     lengths: Tensor  # (N, G) int64, tokens
-    rewards: Tensor  # (N, G), raw
-    objectives: Tensor  # (F, N, G), see `objective_rewards`; with baseline all of all: (F, N, K)
+    rewards: Tensor  # (N, G), those of `groups`
+    advantage_rewards: Tensor  # (F, N, G), see there; with the baseline all (F, N, K)
     flat: Tensor  # (N,) bool, True = a flat group; False for filler
     counted: Tensor  # (N, G) bool, True = in the loss and in its denominators
 
@@ -105,7 +105,7 @@ def reward(
     return replace(scored, total=rewards, steps=steps)
 
 
-def objective_rewards(
+def advantage_rewards(
     total: Tensor, by_function: Mapping[str, Tensor], has_stop: Tensor, config: GRPOConfig
 ) -> Tensor:
     """Rewards (F, N, K) that advantages are made of: the total (F = 1), or each function's (GDPO).
@@ -113,7 +113,7 @@ def objective_rewards(
     A reward of GDPO is the `missing_eos_penalty` without a stop token, and the mean of its group
     where the function does not apply.
     """
-    if not config.is_multi_objective:
+    if not config.is_by_function:
         return total[None]
     rewards = torch.stack(list(by_function.values()))  # nan where one does not apply
     stopped = has_stop | rewards.isnan()
@@ -166,16 +166,16 @@ def gather_candidates(groups: Groups, indices: Tensor, config: GRPOConfig) -> Se
     num_prompts, num_candidates = groups.rewards.shape
     candidates = (torch.arange(num_prompts)[:, None] * num_candidates + indices).flatten()
     rollouts, rewards = groups.rollouts[candidates], groups.rewards.gather(1, indices)
-    objectives = objective_rewards(groups.rewards, groups.by_function, groups.has_stop, config)
-    magnitudes = objectives.abs() if config.is_multi_objective else sizes(groups, config)
+    compared = advantage_rewards(groups.rewards, groups.by_function, groups.has_stop, config)
+    magnitudes = compared.abs() if config.is_by_function else sizes(groups, config)
     if config.baseline == "kept":
-        of_kept = indices.expand(len(objectives), -1, -1)
-        objectives, magnitudes = objectives.gather(2, of_kept), magnitudes.gather(2, of_kept)
+        of_kept = indices.expand(len(compared), -1, -1)
+        compared, magnitudes = compared.gather(2, of_kept), magnitudes.gather(2, of_kept)
     # Roundings: of reward and weight, their product, the sum over functions, the penalty
-    is_equal = are_equal(objectives, magnitudes, len(groups.by_function) + 3)
-    objectives = torch.where(is_equal, objectives[..., :1], objectives)
-    weights = torch.tensor(config.objective_weights(len(objectives)))[:, None, None]
-    weighted = objectives * weights  # a function of weight 0 teaches nothing
+    is_equal = are_equal(compared, magnitudes, len(groups.by_function) + 3)
+    compared = torch.where(is_equal, compared[..., :1], compared)
+    weights = torch.tensor(config.advantage_weights(len(compared)))[:, None, None]
+    weighted = compared * weights  # a function of weight 0 teaches nothing
     flat = (weighted == weighted[..., :1]).all(2).all(0) & groups.real
     counted = groups.real[:, None].expand_as(indices)
     if config.zero_variance != "keep":
@@ -184,7 +184,7 @@ def gather_candidates(groups: Groups, indices: Tensor, config: GRPOConfig) -> Se
         counted = counted & groups.has_stop.gather(1, indices)
     lengths = rollouts.lengths.view(indices.shape)
     return SelectedCandidates(
-        groups, indices, candidates, rollouts, lengths, rewards, objectives, flat, counted
+        groups, indices, candidates, rollouts, lengths, rewards, compared, flat, counted
     )
 
 

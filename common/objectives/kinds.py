@@ -189,7 +189,10 @@ class Advantages(Objective):
         counted: Tensor | None = None,  # (N,) bool, True = a group of the batch; None: all are
         all_reduce: Callable[[Tensor], Tensor] | None = None,  # None: there are no other ranks
     ) -> Tensor:
-        """Advantages (N, G), float32. Collective if the function sums over the ranks."""
+        """Advantages (N, G), float32; of all candidates (N, K), where rewards are those of all.
+
+        Collective if the function sums over the ranks.
+        """
         if counted is None:
             counted = torch.ones(rewards.shape[1], dtype=torch.bool, device=rewards.device)
         values = (rewards[0], rewards, weights, counted, all_reduce or (lambda sums: sums))

@@ -85,10 +85,11 @@ class PairReference:
             for step in distributed.progress_bar("reference", None, items=steps)
             for batch in data.micro_batches(train_set, order.rows(step), config, self.vocabulary)
         )
+        # By slot, 2 n + k
         logps = scoring.score_batches(model, batches, 2 * len(train_set), sequence_scores)
         is_seen = torch.zeros(len(train_set), 1, dtype=torch.bool)
         is_seen[order.rows_until(len(steps))] = True
-        return logps.view(-1, 2).where(is_seen, torch.nan)
+        return logps.view(-1, 2).where(is_seen, torch.nan)  # NaN: not scored, also in the file
 
 
 def scores_key(examples: Sequence[Example], first: Tensor) -> str:

@@ -205,7 +205,7 @@ def grpo(trace: Trace, config: Any) -> Record:
     columns["mean_loss"] = torch.tensor([sum(each) / max(1, len(each)) for each in losses])
     trained = {one["slot"]: one for one in completions(trace, tokens, **columns)}
     selected, results = trace.of("select")[-1].result, candidates(trace, config)
-    advantages = trace.of("advantages")[-1].result.flatten().tolist()
+    advantages = trace.of("compute_advantages")[-1].result.flatten().tolist()
     for slot, candidate in enumerate(selected.candidates.tolist()):
         if slot in trained:
             one, more = results[candidate], trained[slot]

@@ -87,7 +87,7 @@ def part_of(groups: Groups, indices: list[int]) -> Groups:
 
 def collated(selected: SelectedCandidates, config: GRPOConfig) -> list[list[MicroBatch]]:
     """The micro-batches of every update, without a reference."""
-    advantages = minibatches.advantages(selected, None, config)
+    advantages = minibatches.compute_advantages(selected, None, config)
     plans = minibatches.plan_updates(selected, config, tiny.vocabulary(pad_id=PAD), 0)
     before = OldLogps(None, None, [])
     return minibatches.make_micro_batches(selected, plans, before, advantages, config)
@@ -278,7 +278,7 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     )
     kept = select(groups, config, 0)
     ref_logps = kept.rollouts.token_logps + 0.25  # nats more per token than the sampler's
-    advantages = minibatches.advantages(kept, ref_logps, config)
+    advantages = minibatches.compute_advantages(kept, ref_logps, config)
     rewards = groups.rewards + 0.5 * 0.25 * groups.rollouts.lengths.view(2, 3)
     torch.testing.assert_close(advantages, rewards - rewards.mean(1, keepdim=True))
 
@@ -292,10 +292,10 @@ def test_a_kl_of_rounding_in_equal_rewards_teaches_nothing(scale: str, bf16: boo
     kept = select(groups, config, 0)
     torch.manual_seed(0)
     gaps = noise * torch.randn_like(kept.rollouts.token_logps)
-    values = minibatches.advantages(kept, kept.rollouts.token_logps + gaps, config)
+    values = minibatches.compute_advantages(kept, kept.rollouts.token_logps + gaps, config)
     assert (values[0] == 0).all()
     assert values[1].all()
-    values = minibatches.advantages(kept, kept.rollouts.token_logps + 100 * gaps, config)
+    values = minibatches.compute_advantages(kept, kept.rollouts.token_logps + 100 * gaps, config)
     assert values[0].all()
 
 
@@ -315,7 +315,11 @@ def test_weighted_sums_that_are_equal_but_for_rounding_are_a_flat_group():
     kept = select(groups, config, 0)
     assert kept.flat.tolist() == [True, True, False]
     assert kept.counted.any(1).tolist() == [False, False, True]
-    assert (minibatches.advantages(kept, None, config) != 0).any(1).tolist() == [False, False, True]
+    assert (minibatches.compute_advantages(kept, None, config) != 0).any(1).tolist() == [
+        False,
+        False,
+        True,
+    ]
 
 
 BY_BASELINE = {  # of the candidates with rewards 9 and 2, kept of 0, 1, 2 and 9
@@ -331,7 +335,7 @@ def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, 
     config = new_config(baseline=baseline, scale_rewards=scale, beta=0.0)
     groups = new_groups([[0.0, 1.0, 2.0, 9.0]])
     kept = rollouts.gather_candidates(groups, torch.tensor([[3, 2]]), config)
-    advantages = minibatches.advantages(kept, None, config)
+    advantages = minibatches.compute_advantages(kept, None, config)
     expected = torch.tensor([BY_BASELINE[baseline, scale]])
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-4)
     # A group is flat if all rewards of its baseline are equal.
@@ -376,7 +380,7 @@ def test_each_reward_is_normalised_in_its_group_and_their_sum_over_the_batch(bas
         total = [x + 0.25 * y for x, y in zip(a, b, strict=True)]
         sums += total if baseline == "kept" else [total[i] for i in chosen]
     expected = [*standardised(sums), 0.0, 0.0]
-    ours = minibatches.advantages(selected, None, config)
+    ours = minibatches.compute_advantages(selected, None, config)
     torch.testing.assert_close(ours.flatten(), torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -384,10 +388,10 @@ def test_a_reward_that_does_not_apply_adds_nothing():
     config = new_config(advantages="gdpo")
     by_function = {"a": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.full((1, 3), torch.nan)}
     stopped = torch.tensor([[True, True, False]])
-    both = rollouts.objective_rewards(torch.zeros(1, 3), by_function, stopped, config)
+    both = rollouts.advantage_rewards(torch.zeros(1, 3), by_function, stopped, config)
     assert both.tolist() == [[[1.0, 2.0, -1.0]], [[0.0, 0.0, 0.0]]]
     by_function["b"] = torch.tensor([[torch.nan, 4.0, torch.nan]])
-    both = rollouts.objective_rewards(torch.zeros(1, 3), by_function, stopped, config)
+    both = rollouts.advantage_rewards(torch.zeros(1, 3), by_function, stopped, config)
     assert both[1].tolist() == [[4.0, 4.0, 4.0]]
 
 
@@ -472,7 +476,7 @@ def test_step_rewards_reach_the_tokens_of_the_kept(baseline):
     expected = torch.tensor(
         [[[one + two, one, one, one, 0.0, 0.0], [one, 0.0, 0.0, 0.0, 0.0, 0.0]]]
     )
-    torch.testing.assert_close(minibatches.advantages(selected, None, config), expected)
+    torch.testing.assert_close(minibatches.compute_advantages(selected, None, config), expected)
 
 
 @pytest.mark.parametrize(
