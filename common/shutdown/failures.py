@@ -18,10 +18,8 @@ def place(rank: int) -> str:
     """The first line of an error message: rank and step; "" before the first step."""
     if _progress is None:
         return ""
-    finished, total = _progress
-    is_over = finished >= total
-    step = f"after step {total}, the last" if is_over else f"at step {finished + 1}"
-    return f"\nrank {rank} {step} of {Path(sys.argv[0]).stem}:\n"  # a bar may be in the line above
+    (finished, total), script = _progress, Path(sys.argv[0]).stem  # a bar may be in the line above
+    return f"\nrank {rank} of {script}, after step {finished} of {total}:\n"
 
 
 def lost_peers(error: BaseException | None) -> bool:
