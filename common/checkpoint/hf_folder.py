@@ -138,7 +138,7 @@ def read_base(
     """The weights of the base of adapters, as the run loaded them."""
     model_config = load.find_config(path, None, config)
     if is_classifier:
-        tokenizer = load.load_tokenizer(str(settings), config, needs_eos=False)
+        tokenizer = load.load_tokenizer(str(settings), config)
         lm = load.load_reward_model(path, model_config, tokenizer, config)
     else:
         lm = load.load_policy(path, model_config, config)

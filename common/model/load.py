@@ -59,13 +59,11 @@ def load_vocabulary(
     return Vocabulary(tokenizer, tokenizer.pad_token_id, stop_token_ids(tokenizer, config, paths))
 
 
-def load_tokenizer(
-    path: str, config: ModelFlags, *, needs_eos: bool = True
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, config: ModelFlags) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or folder, or of the embedded task (`synthetic`).
 
     A tokenizer without a pad token pads with its eos: harmless here, where masks are carried as
-    data. `needs_eos` is False for one that is only inspected.
+    data.
 
     Raises:
         UserError: there is no tokenizer, or it has no eos token.
@@ -87,7 +85,7 @@ def load_tokenizer(
     except Exception as error:  # the tokenizers library raises no subclass of it
         reason = checks.reason(error)
         raise UserError(f"no tokenizer could be loaded from {path!r}: {reason}.") from None
-    if needs_eos and tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -179,7 +177,7 @@ def refuse_other_tokenizer(
     has_none = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
     if path == config.tokenizer_path or path.endswith(".json") or has_none:
         return
-    vocabulary = load_tokenizer(path, config, needs_eos=False).get_vocab()
+    vocabulary = load_tokenizer(path, config).get_vocab()
     added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
     expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
     if any(vocabulary.get(token) != i for token, i in expected.items()):
@@ -248,10 +246,8 @@ def load_policy(
         # Many published folders have a temperature without `do_sample`. It has no effect, but
         # transformers refuses to write it after the training.
         lm.generation_config = GenerationConfig.from_model_config(lm.config)
-        distributed.print_rank0(
-            f"warning: the settings in generation_config.json of {path!r} contradict each other "
-            "and are not in the exported model; its special tokens are."
-        )
+        text = f"generation_config.json of {path!r} contradicts itself and is not exported"
+        distributed.print_rank0(f"warning: {text}; its special tokens are.")
     return lm
 
 
