@@ -82,7 +82,7 @@ class Run:
                 yield
         except UserError as error:
             if step:
-                self.checkpointer.save_after(error, step)
+                error.add(f"; {self.checkpointer.save_before(step)}")
             raise
 
     def prefetched(self, step: int, make: Callable[[int], list[AnyBatch]]) -> list[AnyBatch]:

@@ -96,13 +96,6 @@ class Checkpointer:
         self.wait()
         return self.resume_advice(step)
 
-    def save_after(self, error: UserError, step: int) -> None:
-        """`save_before`, whose advice, or whose error, is added to an earlier error. Collective."""
-        try:
-            error.add(f"; {self.save_before(step)}")
-        except UserError as second:
-            error.add(f"; {str(second).removesuffix('.')}")
-
     def _begin(self, step: int) -> None:
         """Remember the metrics' sums when a step begins."""
         if step != self._step:

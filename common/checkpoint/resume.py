@@ -28,10 +28,16 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
             of a run with another config; or without a checkpoint, `output_dir` has a model of
             another config or stage; or another run is writing to it.
     """
-    wanted = config.resume_from_checkpoint
-    leave_finished(config)
-    folders = locked_checkpoints(Path(config.output_dir))
-    if wanted not in ("auto", "latest"):
+    wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
+    goes_on = wanted in ("auto", "latest")
+    if distributed.from_rank0(goes_on and distributed.is_rank0() and is_finished(config)):
+        raise signals.Stopped(
+            f"finished before: {output_dir}/model; --resume_from_checkpoint none trains it again."
+        )
+    if distributed.is_rank0() and layout.newest_first(output_dir):
+        output_lock.take(output_dir)  # no other run may remove one from now on
+    folders: list[Path] = distributed.from_rank0(layout.newest_first(output_dir))
+    if not goes_on:
         if any(map(distributed.number_in, RESTART_COUNTS)) and has_own(folders, config):
             wanted = "auto"  # the command is repeated, and the run has saved since
         elif wanted in ("", "none"):
@@ -46,40 +52,20 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         distributed.print_rank0(f"warning: the checkpoint {folder} is skipped: {reason}.")
     if folders:
         raise UserError(
-            f"no checkpoint in {config.output_dir} is whole; --resume_from_checkpoint none starts "
-            "anew."
+            f"no checkpoint in {output_dir} is whole; --resume_from_checkpoint none starts anew."
         )
     if distributed.is_rank0() and (changes := other_model(config)):
         raise UserError(
-            f"{Path(config.output_dir) / 'model'} is of another run: {'; '.join(changes)}; "
+            f"{output_dir / 'model'} is of another run: {'; '.join(changes)}; "
             "give the same values to make it again, another --output_dir, or "
             "--resume_from_checkpoint none to replace it."
         )
-    if wanted == "latest":
-        distributed.print_rank0(f"no checkpoint in {config.output_dir} yet: starting at step 0")
     return None
-
-
-def locked_checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoints, the newest first; no other run may remove one from now on. Collective."""
-    if distributed.is_rank0() and layout.newest_first(output_dir):
-        output_lock.take(output_dir)
-    return list(distributed.from_rank0(layout.newest_first(output_dir)))
 
 
 def has_model(output_dir: Path) -> bool:
     """Whether `output_dir` has a finished model; an empty folder is none."""
     return (output_dir / "model").is_dir() and any((output_dir / "model").iterdir())
-
-
-def leave_finished(config: TrainConfig) -> None:
-    """Raise Stopped if this run is finished and `config` would resume it. Collective."""
-    goes_on = config.resume_from_checkpoint in ("auto", "latest")
-    if distributed.from_rank0(goes_on and distributed.is_rank0() and is_finished(config)):
-        raise signals.Stopped(
-            f"finished before: {config.output_dir}/model; --resume_from_checkpoint none trains it "
-            "again."
-        )
 
 
 def is_finished(config: TrainConfig) -> bool:
