@@ -136,16 +136,6 @@ def adapted_layers(lm: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in lm.named_modules() if hasattr(layer, "lora_A")}
 
 
-def activate(lm: nn.Module, adapters: list[str]) -> None:
-    """Compute with these adapters from now on.
-
-    peft's switches also set `requires_grad`, which FSDP reads when it first gathers a parameter: an
-    adapter that was off at that moment would never get a gradient.
-    """
-    for layer in adapted_layers(lm).values():
-        layer._active_adapter = adapters
-
-
 class AdapterReference(nn.Module):
     """The reference of a LoRA run: the policy with its adapters off."""
 
@@ -160,12 +150,19 @@ class AdapterReference(nn.Module):
         return self.policy.lm
 
     def forward(self, batch: Any, **options: Any) -> Any:
-        """The forward of the policy before training."""
-        activate(self.policy, [])
+        """The forward of the policy before training.
+
+        peft's own switches also set `requires_grad`, which FSDP reads when it first gathers a
+        parameter: an adapter that was off at that moment would never get a gradient.
+        """
+        layers = adapted_layers(self.policy).values()
+        for layer in layers:
+            layer._active_adapter = []
         try:
             return self.policy(batch, **options)
         finally:
-            activate(self.policy, [ADAPTER])
+            for layer in layers:
+                layer._active_adapter = [ADAPTER]
 
 
 # --- adapters merged into weights -----------------------------------------------------------------
