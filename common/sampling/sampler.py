@@ -22,6 +22,8 @@ from common.sampling.decode import Settings, decode
 from common.sampling.graphs import MAX_KEPT_BYTES, StepGraphs
 from common.text.example import Vocabulary
 
+Report = Callable[[int], object]  # called with a number of prompts that were completed
+
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
@@ -138,25 +140,36 @@ class Sampler:
         top_k: int = 0,
         top_p: float = 1.0,
         step: int = 0,
-        report: Callable[[int], object] = lambda num_prompts: None,
+        report: Report = lambda num_prompts: None,
     ) -> Rollouts:
         """K completions of each of this rank's N prompts. Collective at its start only.
 
         The noise depends on the prompts' row numbers and on the `step` of the run; for the other
-        arguments see `Settings`. `report` is called with the number of prompts that were completed.
+        arguments see `Settings`.
         """
-        config, max_length = self.config, self.config.max_completion_length
         settings = Settings(
             stop_ids=self.vocabulary.stop_ids,
             pad_id=self.vocabulary.pad_id,
-            layout=config.layout,
+            layout=self.config.layout,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             graphs=self.graphs,
         )
-        seed = noise.derive_seed(config.seed, "sampling", step)
-        num_prompts, count = decoded_at_once(num_samples, config)
+        seed = noise.derive_seed(self.config.seed, "sampling", step)
+        return self.draw(examples, num_samples, settings, seed, report)
+
+    def draw(
+        self,
+        examples: Sequence[Example],
+        num_samples: int,
+        settings: Settings,
+        seed: int,
+        report: Report,
+    ) -> Rollouts:
+        """`sample`, with the noise of a seed."""
+        max_length = self.config.max_completion_length
+        num_prompts, count = decoded_at_once(num_samples, self.config)
         batches = [Rollouts.of([], [], [], max_length).tensors]
         with self.copy.gathered(self.policy) as lm, rollout_copy.packed(lm):
             prompt_starts = range(0, len(examples), num_prompts)
