@@ -24,7 +24,7 @@ from common.config.stages import TrainConfig
 from common.data import BatchOrder, Example, prompts
 from common.errors import UserError
 from common.text import synthetic
-from common.text.data_report import DataReport, count_boundary_merges
+from common.text.data_report import count_boundary_merges, describe, refuse_lossy
 from common.text.reading import load_examples, load_held_out_pairs, load_rows, load_splits
 from common.text.schemas import Row
 from common.text.tokenise import (
@@ -70,8 +70,8 @@ def tokenize(
     vocabulary = tiny.vocabulary([stop_id], tokenizer, pad_id=stop_id)
     texts = [Row.of_text(row, kind, number) for number, row in enumerate(rows)]
     tokenised = tokenize_rows(texts, vocabulary, config)
-    report = DataReport(tokenised, "train", config, tokenizer)
-    report.refuse_lossy(config.max_dropped_fraction)
+    refuse_lossy(tokenised, "train", config.max_dropped_fraction)
+    report = describe(tokenised, "train", tokenizer)
     return [row.example for row in tokenised if not row.drop_reason], report
 
 
@@ -183,7 +183,7 @@ def test_cues_are_kept_by_a_cut(plain):
     prompts = [*(f"{body}\n{end}" for end in ends), body]
     rows = [{"prompt": prompt, "completion": " x"} for prompt in prompts]
     examples, report = tokenize(rows, plain, max_prompt_length=70)
-    assert report.num_prompts_truncated == 4
+    assert "truncated 4 prompts" in report
     for example, end in zip(examples[:3], ends, strict=True):
         assert example.prompt.endswith(f"airport.\n\n{end}")
     assert examples[3].prompt.endswith("airport.")
@@ -200,7 +200,7 @@ def test_start_drops_tokens_from_the_start_and_leaves_the_source(tokenizer):
     leading = leading_ids(tokenizer)
     assert example.prompt_ids == leading + whole[len(leading) - 6 :]
     assert row["prompt"].endswith(example.prompt)
-    assert report.num_prompts_truncated == 1
+    assert "truncated 1 prompts" in report
     post = "SUBREDDIT: r/pets\n\nTITLE: a\n\nPOST: one two three four five six\n\nTL;DR:"
     row = {"prompt": post, "completion": " x"}
     (example,), _ = tokenize([row], tokenizer, prompt_truncation="start", max_prompt_length=8)
@@ -239,7 +239,7 @@ def test_a_prompt_has_the_bos_of_its_tokenizer_once(tokenizer):
         assert first.prompt_ids[: len(leading)] == leading
         assert len(first.prompt_ids) <= room
         assert first.prompt_ids.count(0) == len(leading)
-        assert report.num_prompts_truncated == 2
+        assert "truncated 2 prompts" in report
 
 
 # --- tokenisation ---------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_a_completion_that_is_too_long_keeps_no_stop_token(plain, room, is_cut):
     (example,), report = tokenize(rows, plain, max_completion_length=room)
     expected = [*ids_of(plain, " sister sold guitar"), plain.eos_token_id][:room]
     assert example.completions == [expected]
-    assert report.num_completions_truncated == is_cut
+    assert f" and {int(is_cut)} completions" in report
 
 
 def test_pairs_and_prompts_keep_their_order_and_columns(tokenizer):
@@ -284,7 +284,7 @@ def test_pairs_and_prompts_keep_their_order_and_columns(tokenizer):
     assert example == Example(
         0, "p", tokenizer("p")["input_ids"], [], {k: row[k] for k in list(row)[1:]}
     )
-    assert [*report.limits] == ["prompt"]
+    assert "max_completion_length" not in report
     with pytest.raises(UserError, match="1 empty prompt"):
         tokenize([{**row, "prompt": ""}], tokenizer, kind="prompts")
 
@@ -316,19 +316,18 @@ def test_losses_are_counted_and_rows_keep_their_numbers(plain):
     limits = {"max_prompt_length": 50, "max_completion_length": 3, "stop": NEWLINE}
     examples, report = tokenize(rows, plain, kind="preference", max_dropped_fraction=0.6, **limits)
     assert [example.row for example in examples] == [0, 1, 6]
-    assert (report.num_rows, report.num_kept, report.num_dropped) == (7, 3, 4)
-    expected = {"empty completion": 1, "identical pair": 2, "prompt over max_prompt_length": 1}
-    assert report.dropped == expected
-    assert report.num_completions_truncated == 1
     longest = len(ids_of(plain, long_title))
     # Of six rows, the empty one left out: 2 2 2 2, 2 2, 5 6, 2 2, 5 2
-    assert report.limits == {"prompt": longest, "completion": 6}
+    reasons = "1 empty completion, 2 identical pair, 1 prompt over max_prompt_length"
+    counts = f"train: 3 of 7 rows ({reasons}), truncated 0 prompts and 1 completions"
+    most = f"--max_prompt_length {longest} and --max_completion_length 6 would keep 95 % whole"
+    assert report.startswith(f"{counts}\n  {most}; ")
     with pytest.raises(UserError) as caught:
         tokenize(rows, plain, kind="preference", max_dropped_fraction=0.5, **limits)
     assert str(caught.value) == (
-        "split 'train' would lose 4 of 7 rows (1 empty completion, 2 identical pair, "
-        "1 prompt over max_prompt_length; the first is row 3) and max_dropped_fraction is 0.5; "
-        "clean the data or change the length limits or max_dropped_fraction."
+        f"split 'train' would lose 4 of 7 rows ({reasons}; the first is row 3) and "
+        "max_dropped_fraction is 0.5; clean the data or change the length limits or "
+        "max_dropped_fraction."
     )
     with pytest.raises(UserError, match="lose 1 of 1 rows"):
         tokenize(rows[2:3], plain, kind="preference", max_dropped_fraction=1.0, **limits)
@@ -337,7 +336,7 @@ def test_losses_are_counted_and_rows_keep_their_numbers(plain):
 def test_the_report_is_two_lines(plain):
     rows = [{"prompt": "p" + " sister" * n, "completion": " c"} for n in range(1, 101)]
     _, report = tokenize(rows, plain, max_prompt_length=99)
-    lines = str(report).split("\n")
+    lines = report.split("\n")
     assert lines[0] == ("train: 100 of 100 rows, truncated 2 prompts and 0 completions")
     limits = "--max_prompt_length 96 and --max_completion_length 2"  # of n + 1 tokens
     assert lines[1] == f"  {limits} would keep 95 % whole; 0 of 100 would merge across the boundary"
@@ -345,9 +344,9 @@ def test_the_report_is_two_lines(plain):
     cut = [{"prompt": "p", "completion": row["prompt"][1:]} for row in rows]  # n + 1 tokens
     for limit, num_truncated in ((51, 50), (50, 51)):
         _, report = tokenize(cut, plain, max_completion_length=limit)
-        lines = str(report).split("\n")
+        lines = report.split("\n")
         assert "and --max_completion_length 96 would keep" in lines[1]
-        assert report.num_completions_truncated == num_truncated
+        assert lines[0].endswith(f" and {num_truncated} completions")
         warning = "  warning: 51 of 100 completions lose their stop token: only the others teach to"
         assert [line.startswith(warning) for line in lines[2:]] == [True] * (num_truncated > 50)
 
@@ -357,12 +356,13 @@ def test_boundary_merges_are_found(plain):
     assert count_boundary_merges([("TL;DR:", " Cat"), (" sis", "ter"), ("a ", "b")], plain) == 2
     rows = [{"prompt": " sis", "completion": "ter"}, {"prompt": "TL;DR:", "completion": " Cat"}]
     _, report = tokenize(rows, plain)
-    assert (report.num_boundary_merges, report.num_boundaries_checked) == (1, 2)
+    assert "; 1 of 2 would merge" in report
     # The sample is bounded and spread.
     rows = [{"prompt": start, "completion": "ter"} for start in [" sis"] * 1250 + ["TL;DR:"] * 1250]
     _, report = tokenize(rows, plain)
-    assert 500 < report.num_boundaries_checked <= 1000
-    assert report.num_boundary_merges == report.num_boundaries_checked / 2
+    num_merges, num_checked = map(int, re.search(r"(\d+) of (\d+) would merge", report).groups())
+    assert 500 < num_checked <= 1000
+    assert num_merges == num_checked / 2
 
 
 def test_the_embedded_task_loses_nothing(plain):
@@ -370,7 +370,8 @@ def test_the_embedded_task_loses_nothing(plain):
         rows = load_rows(tiny.train_config(), "synthetic", "train", kind, 200)
         examples, report = tokenize(rows, plain, kind=kind, max_prompt_length=128)
         assert len(examples) == 200
-        assert report.num_prompts_truncated == report.num_boundary_merges == 0
+        assert "truncated 0 prompts" in report
+        assert "; 0 of " in report
         assert examples[7].columns["facts"] == rows[7]["facts"]
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from common.forward import Policy
 from common.padding import MAKERS, padded_batch
-from common.text.data_report import DataReport
+from common.text.data_report import refuse_lossy
 from common.text.reading import load_examples, load_rows
 from common.text.schemas import COMPLETION_COLUMNS, Row, is_messages
 from common.text.tokenise import tokenize_rows
@@ -96,7 +96,7 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
     )
     tokenised = tokenize_rows(rows, tiny.vocabulary([stop_id]), config)
     try:
-        DataReport(tokenised, "train", config, tokenizer).refuse_lossy(1.0)
+        refuse_lossy(tokenised, "train", 1.0)
     except UserError as error:
         tiny.check_sentence(error, f"would lose {len(rows)} of {len(rows)} rows")
         return

@@ -80,9 +80,8 @@ def load_examples(
             else:
                 rows += chat.render(raw, kind, vocabulary.tokenizer, number)
         tokenised = tokenise.tokenize_rows(rows, vocabulary, config)
-        counts = data_report.DataReport(tokenised, split, config, vocabulary.tokenizer)
-        distributed.print_rank0(counts)
-        counts.refuse_lossy(config.max_dropped_fraction)
+        distributed.print_rank0(data_report.describe(tokenised, split, vocabulary.tokenizer))
+        data_report.refuse_lossy(tokenised, split, config.max_dropped_fraction)
     return [row.example for row in tokenised if not row.drop_reason]
 
 
