@@ -143,7 +143,7 @@ def flip(folder: Path) -> None:
 DAMAGE: list[tuple[Any, str]] = [
     (lambda folder: os.truncate(folder / SHARD, 1000), f"{SHARD} does not have its"),
     (flip, f"{SHARD} does not have its checksum"),
-    (lambda folder: (folder / SHARD).unlink(), f"{SHARD} cannot be read .No such"),
+    (lambda folder: (folder / SHARD).unlink(), f"{SHARD} cannot be read"),
     (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
     (lambda folder: os.truncate(folder / "manifest.json", 99), "it has no manifest.json"),
     (lambda folder: (folder / "manifest.json").write_text("{}"), "it has no manifest.json"),
