@@ -7,6 +7,7 @@ functions of the step, so nothing else is needed. `common/checkpoint/layout.py` 
 `resume.py` chooses the checkpoint to resume from.
 """
 
+import json
 import shutil
 import signal
 from collections.abc import Callable, Mapping
@@ -183,7 +184,7 @@ class Checkpointer:
             raise OSError(
                 f"{unseen[0]} is not to be seen from rank 0: all hosts need one --output_dir"
             )
-        layout.write_manifest(partial, contents)
+        (partial / layout.MANIFEST).write_text(json.dumps(contents, indent=1))
         layout.put_in_place(partial, folder)
         try:
             layout.remove_old(self.output_dir, self.config.keep_last)

@@ -50,11 +50,6 @@ def newest_first(output_dir: Path) -> list[Path]:
 # ---- the manifest --------------------------------------------------------------------------------
 
 
-def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
-    """Write the manifest."""
-    (folder / MANIFEST).write_text(json.dumps(dict(contents), indent=1))
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest.
 
@@ -79,19 +74,14 @@ def describe(file: Path) -> dict[str, Any]:
 
 def damage(folder: Path) -> str:
     """The damage of a checkpoint, "" for a whole one. Collective: ranks share the reading."""
-    reason, files = distributed.from_rank0(_listed(folder) if distributed.is_rank0() else None)
-    mine = sorted(files)[distributed.rank() :: distributed.world_size()]
-    faults = [f"{name} {fault}" for name in mine if (fault := _wrong(folder / name, files[name]))]
-    faults = distributed.from_all_ranks(faults)
-    return reason or (sorted(faults)[0] if faults else "")
-
-
-def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
-    """A fault of the manifest, "" for none, and its list of files, empty with a fault."""
     try:
-        return "", read_manifest(folder)["files"]
+        files = read_manifest(folder)["files"]
+        mine = sorted(files)[distributed.rank() :: distributed.world_size()]
+        named = [(name, _wrong(folder / name, files[name])) for name in mine]
+        faults = [f"{name} {fault}" for name, fault in named if fault]
     except ValueError as error:
-        return str(error), {}
+        faults = [str(error)]
+    return min(distributed.from_all_ranks(faults), default="")
 
 
 def _wrong(file: Path, expected: Mapping[str, Any]) -> str:
