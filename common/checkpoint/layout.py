@@ -54,13 +54,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest.
 
     Raises:
-        ValueError: it is missing or damaged, or another version has written it.
+        ValueError: it is missing or damaged.
     """
     contents: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         contents = json.loads((folder / MANIFEST).read_text())
+        contents = contents.get("contents", contents)  # as before 2026-11-28
     if "files" not in contents:
-        raise ValueError(f"it has no {MANIFEST} of this version")
+        raise ValueError(f"it has no {MANIFEST} that can be read")
     return contents
 
 
