@@ -34,7 +34,7 @@ from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs
 from common.evaluation.measure import Reference
-from common.evaluation.records import EvaluationRows, PairScores, PromptRecord
+from common.evaluation.records import PairScores, PromptRecord
 from common.forward import Policy
 from common.model import fsdp, load
 from common.record.run_folder import save_run_files
@@ -62,8 +62,8 @@ def main(config: EvaluateConfig) -> None:
     run_rewards = {path: runs.reward_of_run(path) for path in policies}
     rewards, comparing = find_judges(policies, vocabulary, config)
     names, models = rewards.short_names, list(rewards.reward_models)
-    rows = load_data(config, vocabulary, rewards)
-    table = PairScores(records.describe_pairs(rows.pairs, rows.dataset, rows.split))
+    dataset, split, pairs, prompts = load_data(config, vocabulary, rewards)
+    table = PairScores(records.describe_pairs(pairs, dataset, split))
     output_dir = Path(config.output_dir)
     if distributed.is_rank0():
         first_config = next(iter(policy_configs.values()), None)
@@ -78,51 +78,47 @@ def main(config: EvaluateConfig) -> None:
     first = [path for path in policies[:1] if path in config.policies]  # in the order of a chain
     # The score of a system in the report's first table, "" for a reward model's
     scores = dict.fromkeys([*first, *models, *config.policies], "")
-    for path, function in rewards.reward_models.items() if rows.pairs else ():
-        rewards_of_pairs = measure.reward_scores(function, rows.pairs, vocabulary, config)
+    for path, function in rewards.reward_models.items() if pairs else ():
+        rewards_of_pairs = measure.reward_scores(function, pairs, vocabulary, config)
         table.add({names[path]: rewards_of_pairs.numpy()})
     with records.kept(table, [], output_dir):
-        references = measure.reference_completions(
-            rewards, rows.prompts, config.max_completion_length
-        )
+        references = measure.reference_completions(rewards, prompts, config.max_completion_length)
     prompt_records = [
         PromptRecord(prompt.row, prompt.prompt, references.get(i), prompt_ids=prompt.prompt_ids)
-        for i, prompt in enumerate(rows.prompts)
+        for i, prompt in enumerate(prompts)
     ]
 
     # Score pairs with the policies, the reference first, and generate
     reference: Reference | None = None
     for path, policy_config in policy_configs.items():
         policy, logps = load_policy(path, policy_config, config, mesh), None
-        if rows.pairs:
-            logps = scoring.score_examples(policy, rows.pairs, config, vocabulary, "scoring pairs")
+        if pairs:
+            logps = scoring.score_examples(policy, pairs, config, vocabulary, "scoring pairs")
             if path in config.policies:
-                by_kind = measure.policy_scores(
-                    logps, reference, rows.pairs, run_rewards[path], config
-                )
+                by_kind = measure.policy_scores(logps, reference, pairs, run_rewards[path], config)
                 table.add({score_name(names[path], kind): v for kind, v in by_kind.items()})
                 scores[path] = next(iter(by_kind))
         if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing
             reference = Reference(policy, logps)
         with records.kept(table, prompt_records, output_dir):
-            if rows.prompts:
+            if prompts:
                 name = names[path]
-                generate(prompt_records, name, policy, reference, rewards, rows.prompts, config)
+                generate(prompt_records, name, policy, reference, rewards, prompts, config)
 
     # Judge: completions are compared with each other and with the rows' own
     with records.kept(table, prompt_records, output_dir):
-        judges.add_verdicts(prompt_records, comparing, rows.prompts, config.seed)
-        if rows.pairs:
-            texts = measure.completion_texts(rows.pairs, vocabulary)
-            table.add(measure.baselines(rows.pairs, texts, config.seed))
+        judges.add_verdicts(prompt_records, comparing, prompts, config.seed)
+        if pairs:
+            texts = measure.completion_texts(pairs, vocabulary)
+            table.add(measure.baselines(pairs, texts, config.seed))
 
     # Summarise, write, show
-    comparison = summary.compare(table) if rows.pairs else None
+    comparison = summary.compare(table) if pairs else None
     results = Results(
-        dataset=rows.dataset,
-        split=rows.split,
-        num_pairs=len(rows.pairs),
-        num_prompts=len(rows.prompts),
+        dataset=dataset,
+        split=split,
+        num_pairs=len(pairs),
+        num_prompts=len(prompts),
         num_generations=config.num_generations,
         attainable_accuracy=summary.attainable_accuracy(table.pairs),
         systems=[
@@ -224,8 +220,10 @@ def generate(
 
 def load_data(
     config: EvaluateConfig, vocabulary: Vocabulary, rewards: "RewardFunctions"
-) -> EvaluationRows:
-    """The pairs to judge and the prompts to sample from, both of a test split.
+) -> tuple[str, str, Sequence[Example], Sequence[Example]]:
+    """Data set and split, the pairs to judge and the prompts to sample from; either may be none.
+
+    Without pairs data set and split are those of the prompts.
 
     Raises:
         UserError: there is nothing to do.
@@ -256,7 +254,7 @@ def load_data(
             dataset, split_name = name, split_of_prompts
     rewards.check_messages(pairs)
     rewards.check_rows(prompts)
-    return EvaluationRows(dataset, split_name, pairs, prompts)
+    return dataset, split_name, pairs, prompts
 
 
 if __name__ == "__main__":

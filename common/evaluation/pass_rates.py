@@ -12,21 +12,11 @@ from common.evaluation.intervals import share_over_prompts
 
 
 def pass_rates(
-    rewards: Sequence[Sequence[float | None]],
-    answers: Sequence[Sequence[str | None]] | None,
-    prompts: Sequence[Hashable],
+    rewards: Sequence[Sequence[float | None]],  # (N, K) 0 or 1; None: the prompt is left out
+    answers: Sequence[Sequence[str | None]] | None,  # (N, K), None for no answer; None: no vote
+    prompts: Sequence[Hashable],  # N keys, equal for rows of the same prompt
 ) -> dict[str, Interval | None]:
-    """The rates of N prompts with K samples each, with their intervals over prompts.
-
-    Args:
-        rewards: (N, K) 0 or 1; None: the check does not apply, and the prompt is left out.
-        answers: (N, K) the answer extracted from each sample, None for none; None: no vote.
-        prompts: N keys, equal for rows of the same prompt.
-
-    Returns:
-        `pass@k` for k = 1, 2, 4, ... and K, and of several samples with answers `maj@K`, each as
-        `share_over_prompts` has it.
-    """
+    """`pass@k` of K samples for k = 1, 2, 4, ... and K, and with answers `maj@K`, over prompts."""
     most = len(rewards[0])
     rates = {}
     for k in sorted({most, *(2**i for i in range(most.bit_length()))}):

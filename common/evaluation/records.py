@@ -7,10 +7,7 @@ A line of `scores.jsonl` is one pair: dataset, split, row, prompt_sha256 (equal 
 source, label_probability (null where the row has none), chosen_tokens, rejected_tokens, and
 `scores`, from a system's name to its [chosen, rejected] scores.
 
-A line of `completions.jsonl` is one prompt: `id` (its row among the prompts), `prompt`, `reference`
-(the row's completion, null where it has none), `systems` (by name), `verdicts` (of judges that
-compare two completions), `prompt_ids`, as the policies read it, and `further`, by system the
-samples after the first, which is the one that is compared and shown.
+A line of `completions.jsonl` is one prompt, a `PromptRecord`.
 """
 
 import hashlib
@@ -34,16 +31,6 @@ COMPLETIONS = "completions.jsonl"
 RESULTS = "results.json"
 BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")
 REFERENCE = "reference completion"  # the name of a row's own completion
-
-
-@dataclass(frozen=True)
-class EvaluationRows:
-    """The rows to evaluate on; of pairs and prompts either may be empty."""
-
-    dataset: str  # of the pairs, without pairs of the prompts
-    split: str
-    pairs: Sequence[Example]
-    prompts: Sequence[Example]
 
 
 @dataclass
@@ -120,13 +107,13 @@ class Verdict:
 class PromptRecord:
     """A prompt with all its completions: a line of `completions.jsonl`."""
 
-    id: int
+    id: int  # its row among the prompts
     prompt: str
-    reference: Generation | None
-    systems: dict[str, Generation] = field(default_factory=dict)
+    reference: Generation | None  # the row's completion
+    systems: dict[str, Generation] = field(default_factory=dict)  # the first, compared and shown
     verdicts: list[Verdict] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)
-    further: dict[str, list[Generation]] = field(default_factory=dict)
+    prompt_ids: list[int] = field(default_factory=list)  # as the policies read it
+    further: dict[str, list[Generation]] = field(default_factory=dict)  # samples after the first
 
     def of(self, name: str) -> Generation | None:
         """The first completion of a system, or the row's own; None if there is none."""

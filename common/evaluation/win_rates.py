@@ -108,19 +108,15 @@ def verdict(record: PromptRecord, a: str, b: str, judge: str) -> float | None:
 
 
 def length_controlled(
-    verdicts: ArrayLike, length_differences: ArrayLike, clusters: Sequence[Hashable]
+    verdicts: ArrayLike,  # (N,) probability that a wins, or 1, 0.5 (a tie) and 0
+    length_differences: ArrayLike,  # (N,) tokens of a minus tokens of b
+    clusters: Sequence[Hashable],  # N keys: the prompts
 ) -> LengthControlled | None:
     """Win rate at equal length, with a percentile bootstrap interval over clusters.
 
-    Args:
-        verdicts: (N,) probability that a wins, or 1, 0.5 (a tie) and 0.
-        length_differences: (N,) tokens of a minus tokens of b.
-        clusters: N keys, equal for comparisons that resemble each other: the prompts.
-
-    Returns:
-        None if all differences are equal and not 0: then length and quality cannot be separated.
-        None too if all verdicts are equal, or there are fewer than `MIN_PROMPTS` clusters. Every
-        resample has the scale s of all comparisons.
+    None if all differences are equal and not 0: then length and quality cannot be separated. None
+    too if all verdicts are equal, or there are fewer than `MIN_PROMPTS` clusters. Every resample
+    has the scale s of all comparisons.
     """
     from scipy.special import expit
 
