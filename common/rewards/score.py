@@ -265,7 +265,7 @@ class RewardFunctions:
                 (counted from 0). On every rank, if a function raised.
         """
         texts = {"prompts": prompts, "completions": completions}
-        arguments: dict[str, Any] = {**columns, **texts, "completion_ids": completion_ids}
+        arguments = {**columns, **texts, "completion_ids": completion_ids}
         assert all(len(values) == len(prompts) for values in arguments.values())
         values = columns.get(CHOICE_COLUMN, [None] * len(prompts))
         choices = [self.choice(value, f"row {i} of the batch") for i, value in enumerate(values)]
@@ -282,15 +282,7 @@ class RewardFunctions:
             # Ranks have to call a sharded model equally often, whatever their rows choose.
             rows = [i for i in range(len(prompts)) if is_chosen[i] or is_collective(function)]
             title = f"reward function {name!r}"
-            # Copies, which it may change
-            of_rows: dict[str, Any] = {
-                k: [deepcopy(values[row]) for row in rows] for k, values in arguments.items()
-            }
-            of_rows |= {
-                "trainer_state": trainer_state,
-                "log_metric": log.log_metric,
-                "log_extra": partial(log.log_extra, rows),
-            }
+            of_rows = inputs(arguments, rows, log) | {"trainer_state": trainer_state}
             at = place(rows[0]) if rows else where
             with distributed.together(), naming(title, at, is_ours=is_collective(function)):
                 returned = call_once(function, of_rows, len(rows), title, "rewards")
@@ -329,6 +321,14 @@ class RewardFunctions:
                     values = call_once(answer, arguments, len(completions), title, "answers")
                 answers[self.short_names[name]] = [None if v is None else str(v) for v in values]
         return answers
+
+
+def inputs(
+    arguments: Mapping[str, Sequence[Any]], rows: Sequence[int], log: RewardLog
+) -> dict[str, Any]:
+    """Arguments of a function for some rows: copies, which it may change."""
+    of_rows = {key: [deepcopy(values[row]) for row in rows] for key, values in arguments.items()}
+    return of_rows | {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, rows)}
 
 
 def as_steps(reward: Any, last: int, title: str, row: str) -> "StepRewards":
