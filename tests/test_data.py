@@ -285,7 +285,7 @@ def test_pairs_and_prompts_keep_their_order_and_columns(tokenizer):
         0, "p", tokenizer("p")["input_ids"], [], {k: row[k] for k in list(row)[1:]}
     )
     assert "max_completion_length" not in report
-    with pytest.raises(UserError, match="1 empty prompt"):
+    with pytest.raises(UserError, match="1 empty or no shared prompt"):
         tokenize([{**row, "prompt": ""}], tokenizer, kind="prompts")
 
 
@@ -318,16 +318,17 @@ def test_losses_are_counted_and_rows_keep_their_numbers(plain):
     assert [example.row for example in examples] == [0, 1, 6]
     longest = len(ids_of(plain, long_title))
     # Of six rows, the empty one left out: 2 2 2 2, 2 2, 5 6, 2 2, 5 2
-    reasons = "1 empty completion, 2 identical pair, 1 prompt over max_prompt_length"
+    reasons = (
+        "1 empty completion, 2 identical pair, 1 prompt over max_prompt_length; the first is row 3"
+    )
     counts = f"train: 3 of 7 rows ({reasons}), truncated 0 prompts and 1 completions"
     most = f"--max_prompt_length {longest} and --max_completion_length 6 would keep 95 % whole"
     assert report.startswith(f"{counts}\n  {most}; ")
     with pytest.raises(UserError) as caught:
         tokenize(rows, plain, kind="preference", max_dropped_fraction=0.5, **limits)
     assert str(caught.value) == (
-        f"split 'train' would lose 4 of 7 rows ({reasons}; the first is row 3) and "
-        "max_dropped_fraction is 0.5; clean the data or change the length limits or "
-        "max_dropped_fraction."
+        f"split 'train' would lose 4 of 7 rows ({reasons}) and max_dropped_fraction is 0.5; clean "
+        "the data or change the length limits or max_dropped_fraction."
     )
     with pytest.raises(UserError, match="lose 1 of 1 rows"):
         tokenize(rows[2:3], plain, kind="preference", max_dropped_fraction=1.0, **limits)

@@ -49,9 +49,11 @@ def describe(rows: Sequence[TokenisedRow], split: str, tokenizer: Any) -> str:
 
 
 def drop_counts(rows: Sequence[TokenisedRow]) -> str:
-    """The reasons for dropping rows, as `2 empty completion, 1 identical pair`."""
-    counts = Counter(row.drop_reason for row in rows if row.drop_reason)
-    return ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items()))
+    """As `2 empty completion, 1 identical pair; the first is row 3`, counted from 1."""
+    dropped = [row for row in rows if row.drop_reason]
+    counts = Counter(row.drop_reason for row in dropped)
+    reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items()))
+    return f"{reasons}; the first is row {dropped[0].example.row + 1}" if dropped else ""
 
 
 def refuse_lossy(rows: Sequence[TokenisedRow], split: str, max_dropped_fraction: float) -> None:
@@ -60,12 +62,12 @@ def refuse_lossy(rows: Sequence[TokenisedRow], split: str, max_dropped_fraction:
         raise UserError(
             f"split {split!r} has nothing to train: every answer has weight 0 or train false."
         )
-    dropped = [row.example.row + 1 for row in rows if row.drop_reason]  # counted from 1
-    if len(dropped) / len(rows) > max_dropped_fraction or len(dropped) == len(rows):
+    num_dropped = sum(bool(row.drop_reason) for row in rows)
+    if num_dropped / len(rows) > max_dropped_fraction or num_dropped == len(rows):
         raise UserError(
-            f"split {split!r} would lose {len(dropped)} of {len(rows)} rows ({drop_counts(rows)}; "
-            f"the first is row {dropped[0]}) and max_dropped_fraction is {max_dropped_fraction}; "
-            "clean the data or change the length limits or max_dropped_fraction."
+            f"split {split!r} would lose {num_dropped} of {len(rows)} rows ({drop_counts(rows)}) "
+            f"and max_dropped_fraction is {max_dropped_fraction}; clean the data or change the "
+            "length limits or max_dropped_fraction."
         )
 
 

@@ -64,7 +64,7 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
     rows = [_from_messages(row, columns) for row in rows]
     rows = _cut_repeated_prompts(rows, columns or PAIR, label)
     rows = [_with_shared_prompt(row, columns) for row in rows]
-    rows = _empty_blank_rows(rows, (*columns, "prompt"), label)
+    rows = [_empty_blank(row, (*columns, "prompt")) for row in rows]
     for number, row in enumerate(rows, start=1):
         if fault := _fault(row, kind):
             raise UserError(f"{label}, row {number}: {fault}.")
@@ -127,18 +127,10 @@ def _blank_column(row: RawRow, columns: Sequence[str]) -> str:
     return next((name for name in columns if name in row and is_blank(row[name])), "")
 
 
-def _empty_blank_rows(rows: list[RawRow], columns: Sequence[str], label: str) -> list[RawRow]:
-    """Make texts of a row with a blank cell, that one empty; print the number of such rows."""
-    blank = {i: name for i, row in enumerate(rows) if (name := _blank_column(row, columns))}
-    if blank:
-        first = min(blank)
-        distributed.print_rank0(
-            f"{label}: {len(blank)} of {len(rows)} rows have a blank or null cell, no answer, or "
-            "texts that are equal or share no prompt, and are dropped, the first is row "
-            f"{first + 1}, column {blank[first]!r}"
-        )
-    empty = {i: {**rows[i], **dict.fromkeys(columns, "-"), name: ""} for i, name in blank.items()}
-    return [empty.get(i, row) for i, row in enumerate(rows)]
+def _empty_blank(row: RawRow, columns: Sequence[str]) -> RawRow:
+    """A row with a blank cell as one of texts, that cell empty; another one as it is."""
+    name = _blank_column(row, columns)
+    return {**row, **dict.fromkeys(columns, "-"), name: ""} if name else row
 
 
 def _cut_repeated_prompts(rows: list[RawRow], columns: Sequence[str], label: str) -> list[RawRow]:

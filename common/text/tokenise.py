@@ -232,7 +232,7 @@ def tokenize_completions(
 def _drop_reason(row: Row, prompt: TokenisedText, completions: Sequence[TokenisedText]) -> str:
     """The reason to drop a row, empty if there is none."""
     reasons = {
-        "empty prompt": not prompt.text.strip(),
+        "empty or no shared prompt": not prompt.text.strip(),
         "prompt over max_prompt_length": not prompt.ids,
         "answer left out in part by the chat template": row.is_partial,
         "empty completion": any(not completion.text.strip() for completion in completions),

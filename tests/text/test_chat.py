@@ -48,7 +48,7 @@ def test_pairs_of_conversations_that_do_not_differ_or_share_nothing(tmp_path, to
     same = {"chosen": ASKED + ANSWER, "rejected": ASKED + ANSWER}
     with pytest.raises(UserError, match="1 identical pair"):
         load(tmp_path, tokenizer, "preference", same)
-    with pytest.raises(UserError, match="1 empty prompt"):
+    with pytest.raises(UserError, match="1 empty or no shared prompt"):
         load(tmp_path, tokenizer, "preference", {"chosen": ANSWER, "rejected": OTHER})
 
 
