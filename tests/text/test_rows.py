@@ -124,13 +124,6 @@ def write_splits(folder: Path, *names: str) -> str:
     return str(folder)
 
 
-def save_to_disk(folder: Path, *names: str) -> str:
-    one = datasets.Dataset.from_list(SFT)
-    saved = datasets.DatasetDict(dict.fromkeys(names, one)) if names else one
-    saved.save_to_disk(folder)
-    return str(folder)
-
-
 def chat_of(*contents: Any, **call: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": c} for c in contents] + [{"role": "assistant", **call}]
 
@@ -159,11 +152,10 @@ AS_DATASETS: list[tuple[Any, Any]] = [  # a feature, and the cells of three rows
 
 @pytest.mark.parametrize(("feature", "cells"), AS_DATASETS)
 def test_rows_are_those_of_datasets(tmp_path, monkeypatch, feature, cells):
-    """Of a saved folder, a parquet file, and a data set that `load_dataset` reads."""
+    """Of a parquet file, and a data set that `load_dataset` reads."""
     columns = {"prompt": ["a", "b", "c"], "cell": cells}
     features = datasets.Features({"prompt": TEXT, "cell": feature})
     data = datasets.Dataset.from_dict(columns, features=features)
-    data.with_format("numpy", columns=["prompt"]).save_to_disk(tmp_path / "saved")
     (tmp_path / "hub").mkdir()
     data.to_parquet(tmp_path / "hub" / "train.parquet")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -175,7 +167,7 @@ def test_rows_are_those_of_datasets(tmp_path, monkeypatch, feature, cells):
         ),
     )
     expected = [*data]
-    for name in ("saved", "hub/train.parquet", "hub"):
+    for name in ("hub/train.parquet", "hub"):
         assert load_rows(str(tmp_path / name), "train", kind="prompts") == expected, name
         assert load_rows(str(tmp_path / name), "train[1:]", kind="prompts") == expected[1:], name
 
@@ -194,7 +186,6 @@ def test_cells_that_arrow_encodes_are_those_of_the_table(tmp_path):
         ]
 
 
-@pytest.mark.parametrize("write", [write_splits, save_to_disk])
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -204,8 +195,8 @@ def test_cells_that_arrow_encodes_are_those_of_the_table(tmp_path):
         (("train", "test-old"), ""),
     ],
 )
-def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, write, names, expected):
-    folder = write(tmp_path / "rows", *names)
+def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, names, expected):
+    folder = write_splits(tmp_path / "rows", *names)
     config = tiny.train_config(dataset_name=folder)
     assert reading.held_out_split(config, folder) == expected
     for split in names:
@@ -224,9 +215,6 @@ def test_a_single_file_is_trained_on_without_evaluation(tmp_path, capsys):
     assert (len(train), len(test)) == (len(SFT), 0)
     note = f"{file} has no split validation or test: no evaluation on it"
     assert note in capsys.readouterr().out
-    saved = save_to_disk(tmp_path / "saved")  # of one split
-    assert reading.held_out_split(tiny.train_config(dataset_name=saved), saved) == ""
-    assert load_rows(saved, "train[1:2]", kind="sft") == SFT[1:2]
     missing = str(tmp_path / "nope.jsonl")
     with pytest.raises(UserError, match="does not exist"):
         reading.held_out_split(tiny.train_config(dataset_name=missing), missing)
