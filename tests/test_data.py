@@ -24,7 +24,7 @@ from common.config.stages import TrainConfig
 from common.data import BatchOrder, Example, prompts
 from common.errors import UserError
 from common.text import synthetic
-from common.text.data_report import count_boundary_merges, describe, refuse_lossy
+from common.text.data_report import describe, refuse_lossy
 from common.text.reading import load_examples, load_held_out_pairs, load_rows, load_splits
 from common.text.schemas import Row
 from common.text.tokenise import (
@@ -71,7 +71,7 @@ def tokenize(
     texts = [Row.of_text(row, kind, number) for number, row in enumerate(rows)]
     tokenised = tokenize_rows(texts, vocabulary, config)
     refuse_lossy(tokenised, "train", config.max_dropped_fraction)
-    report = describe(tokenised, "train", tokenizer)
+    report = describe(tokenised, "train")
     return [row.example for row in tokenised if not row.drop_reason], report
 
 
@@ -323,7 +323,7 @@ def test_losses_are_counted_and_rows_keep_their_numbers(plain):
     )
     counts = f"train: 3 of 7 rows ({reasons}), truncated 0 prompts and 1 completions"
     most = f"--max_prompt_length {longest} and --max_completion_length 6 would keep 95 % whole"
-    assert report.startswith(f"{counts}\n  {most}; ")
+    assert report == f"{counts}\n  {most}"
     with pytest.raises(UserError) as caught:
         tokenize(rows, plain, kind="preference", max_dropped_fraction=0.5, **limits)
     assert str(caught.value) == (
@@ -340,7 +340,7 @@ def test_the_report_is_two_lines(plain):
     lines = report.split("\n")
     assert lines[0] == ("train: 100 of 100 rows, truncated 2 prompts and 0 completions")
     limits = "--max_prompt_length 96 and --max_completion_length 2"  # of n + 1 tokens
-    assert lines[1] == f"  {limits} would keep 95 % whole; 0 of 100 would merge across the boundary"
+    assert lines[1] == f"  {limits} would keep 95 % whole"
     assert len(lines) == 2
     cut = [{"prompt": "p", "completion": row["prompt"][1:]} for row in rows]  # n + 1 tokens
     for limit, num_truncated in ((51, 50), (50, 51)):
@@ -352,27 +352,12 @@ def test_the_report_is_two_lines(plain):
         assert [line.startswith(warning) for line in lines[2:]] == [True] * (num_truncated > 50)
 
 
-def test_boundary_merges_are_found(plain):
-    # "TL;DR:" + " Cat" stays apart; " sister" is one token; "a b" moves the space.
-    assert count_boundary_merges([("TL;DR:", " Cat"), (" sis", "ter"), ("a ", "b")], plain) == 2
-    rows = [{"prompt": " sis", "completion": "ter"}, {"prompt": "TL;DR:", "completion": " Cat"}]
-    _, report = tokenize(rows, plain)
-    assert "; 1 of 2 would merge" in report
-    # The sample is bounded and spread.
-    rows = [{"prompt": start, "completion": "ter"} for start in [" sis"] * 1250 + ["TL;DR:"] * 1250]
-    _, report = tokenize(rows, plain)
-    num_merges, num_checked = map(int, re.search(r"(\d+) of (\d+) would merge", report).groups())
-    assert 500 < num_checked <= 1000
-    assert num_merges == num_checked / 2
-
-
 def test_the_embedded_task_loses_nothing(plain):
     for kind in ("sft", "preference", "prompts"):
         rows = load_rows(tiny.train_config(), "synthetic", "train", kind, 200)
         examples, report = tokenize(rows, plain, kind=kind, max_prompt_length=128)
         assert len(examples) == 200
         assert "truncated 0 prompts" in report
-        assert "; 0 of " in report
         assert examples[7].columns["facts"] == rows[7]["facts"]
 
 

@@ -8,13 +8,12 @@ import numpy as np
 
 from common.errors import UserError
 from common.text.example import Example
-from common.text.tokenise import TokenisedRow, encode
+from common.text.tokenise import TokenisedRow
 
-MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 SHOWN_CHARACTERS = 60  # of each end of a long text in `marked`
 
 
-def describe(rows: Sequence[TokenisedRow], split: str, tokenizer: Any) -> str:
+def describe(rows: Sequence[TokenisedRow], split: str) -> str:
     """Lines to print about rows that are kept, dropped and truncated; lengths are tokens."""
     kept = [row for row in rows if not row.drop_reason]
     completions = [text for row in kept for text in row.completions]
@@ -30,15 +29,11 @@ def describe(rows: Sequence[TokenisedRow], split: str, tokenizer: Any) -> str:
         for noun, numbers in lengths.items()
         if numbers
     ]
-    every = -(-len(kept) // MERGE_SAMPLE) or 1
-    sample = [(row.prompt.text, text.text) for row in kept[::every] for text in row.completions]
     dropped = drop_counts(rows)
     lines = [
         f"{split}: {len(kept)} of {len(rows)} rows{f' ({dropped})' if dropped else ''}, truncated "
         f"{num_prompts_cut} prompts and {num_completions_cut} completions",
-        f"  {' and '.join(limits)} would keep 95 % whole; "
-        f"{count_boundary_merges(sample, tokenizer)} of {len(sample)} would merge across the "
-        "boundary",
+        f"  {' and '.join(limits)} would keep 95 % whole",
     ]
     if 2 * num_completions_cut > len(completions):
         lines.append(
@@ -69,18 +64,6 @@ def refuse_lossy(rows: Sequence[TokenisedRow], split: str, max_dropped_fraction:
             f"and max_dropped_fraction is {max_dropped_fraction}; clean the data or change the "
             "length limits or max_dropped_fraction."
         )
-
-
-def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> int:
-    """Number of (prompt, completion) pairs with other tokens when tokenised as one text.
-
-    Such rows teach the model a split that it would not meet in running text; most often a missing
-    space at the start of the completion is the cause.
-    """
-    prompts = encode([prompt for prompt, _ in pairs], tokenizer)
-    completions = encode([completion for _, completion in pairs], tokenizer)
-    joint = encode([prompt + completion for prompt, completion in pairs], tokenizer)
-    return sum(p + c != j for p, c, j in zip(prompts, completions, joint, strict=True))
 
 
 def marked(example: Example, tokenizer: Any) -> str:

@@ -80,7 +80,7 @@ def load_examples(
             else:
                 rows += chat.render(raw, kind, vocabulary.tokenizer, number)
         tokenised = tokenise.tokenize_rows(rows, vocabulary, config)
-        distributed.print_rank0(data_report.describe(tokenised, split, vocabulary.tokenizer))
+        distributed.print_rank0(data_report.describe(tokenised, split))
         data_report.refuse_lossy(tokenised, split, config.max_dropped_fraction)
     return [row.example for row in tokenised if not row.drop_reason]
 

@@ -64,10 +64,9 @@ def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
     texts = [Row.of_text(raw, row.kind) for raw in raw_rows]
     vocabulary = tiny.vocabulary([EOS_ID], tokenizer, pad_id=EOS_ID)
     tokenised = tokenize_rows(texts, vocabulary, config)
-    report = describe(tokenised, "train", tokenizer)
+    report = describe(tokenised, "train")
     counts = f"{row.num_rows} of {row.num_rows} rows, truncated 0 prompts and 0 completions"
     assert report.startswith(f"train: {counts}\n")
-    assert "; 0 of " in report
     examples = [row.example for row in tokenised]
     assert len(examples) == row.num_rows
     columns = [name for name in ("completion", "chosen", "rejected") if name in recorded]
