@@ -30,7 +30,7 @@ MARK = "finished.json"  # in a run's folder: what made it, if a driver did (`exp
 DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
 LONGEST_PATH = 1024  # characters
 REWARD = "implicit_reward"  # in environment.json: that of DPO's loss, by which pairs are judged
-REFERENCE_LOGPS = "ref_logps_{}.pt"  # of the training pairs, and of the held-out ones
+REFERENCE_LOGPS = "ref_logps.pt"  # of DPO's pairs
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 
 

@@ -339,7 +339,7 @@ def test_a_resumed_run_scores_no_pair_again(runs, tmp_path, monkeypatch):
         raise AssertionError("it was made before")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PairReference, "training_logps", refuse)
+        patch.setattr(PairReference, "compute", refuse)
         train_dpo.main(DPOConfig(**flags))
         assert weights.read_bytes() == whole
         assert untimed_lines(tmp_path / "run") == lines
@@ -414,26 +414,24 @@ def test_flags_that_contradict_each_other_are_refused(fields, message):
 
 def test_a_reference_that_is_not_finite_is_named(tmp_path):
     """It would otherwise pass for one that finds every completion certain."""
-    scores = torch.tensor([[-1.0, -2.0], [-3.0, math.inf]], dtype=torch.float64)
-    file = tmp_path / "train.logps"
-    logps = reference.kept_logps(file, lambda: scores, [0], "a", is_resumed=False)
-    assert logps.equal(scores)
+    scores = {"train": torch.tensor([[-1.0, -2.0], [-3.0, math.inf]], dtype=torch.float64)}
     for is_resumed in (False, True):  # from its file too
         with pytest.raises(RuntimeError, match=r"pair 1 .* \[-3.0, inf\]; they must be finite"):
-            reference.kept_logps(file, lambda: scores, [0, 1], "a", is_resumed=is_resumed)
+            reference.kept_logps(tmp_path / "logps", lambda: scores, "a", is_resumed=is_resumed)
 
 
 def test_only_scores_of_the_same_pairs_and_reference_are_kept(tmp_path):
-    file = tmp_path / "train.logps"
+    file = tmp_path / "logps"
     first, pair = torch.tensor([[-1.0, -2.0]]), Example(0, "a", [5], [[6, 0], [7, 0]], {})
     others = [
-        reference.scores_key([pair], first + 1e-6),
-        reference.scores_key([replace(pair, completions=[[6, 0], [8, 0]])], first),
-        reference.scores_key([pair, pair], first),
+        reference.scores_key([pair], [0], first + 1e-6),
+        reference.scores_key([replace(pair, completions=[[6, 0], [8, 0]])], [0], first),
+        reference.scores_key([pair, pair], [0], first),
+        reference.scores_key([pair], [0, 1], first),
     ]
-    key = reference.scores_key([pair], first)
-    reference.kept_logps(file, lambda: first, [0], key, is_resumed=False)
+    key, logps = reference.scores_key([pair], [0], first), {"train": first}
+    reference.kept_logps(file, lambda: logps, key, is_resumed=False)
     for now, expected in ((key, first), *((other, first - 1) for other in others)):
-        logps = reference.kept_logps(file, lambda: first - 1, [0], now, is_resumed=True)
-        assert logps.equal(expected)
-        reference.kept_logps(file, lambda: first, [0], key, is_resumed=False)
+        kept = reference.kept_logps(file, lambda: {"train": first - 1}, now, is_resumed=True)
+        assert kept["train"].equal(expected)
+        reference.kept_logps(file, lambda: logps, key, is_resumed=False)
