@@ -37,15 +37,6 @@ CONSOLE = (
 POSTFIX = ("loss", "accuracy", "reward", "kl")
 
 
-def is_defined(name: str) -> bool:
-    """Whether a metric is in `METRICS`, begins with one of `PREFIXES`, or is an interval end."""
-    head, slash, function = name.partition("/")
-    for end in ENDS if head.startswith("eval_") else ():
-        head = head.removesuffix(end)
-    name = head + slash + function
-    return name in METRICS or any(name.startswith(p) and len(name) > len(p) for p in PREFIXES)
-
-
 def with_interval(name: str, value: float, *ends: float | None) -> dict[str, float]:
     """A metric, and the ends of its 95% interval that are not None, by name."""
     values = zip((name, *ends_of(name)), (value, *ends), strict=True)

@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from mistakes import STAGES
-from ranks import launch, run_stages
+from ranks import is_defined, launch, run_stages
 
 import evaluate
 from common import distributed
@@ -29,7 +29,7 @@ from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.record import logger as run_logger
 from common.record import metrics
-from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES, is_defined
+from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
 from common.record.metrics import PHASES, Accumulator

@@ -44,7 +44,7 @@ from common.checkpoint import export
 from common.config.parser import parse
 from common.launch import close_and_exit, leave
 from common.model import fsdp, optim
-from common.record.glossary import is_defined
+from common.record.glossary import ENDS, METRICS, PREFIXES
 from common.record.jsonl import read_jsonl
 from common.record.metrics import PHASES
 from common.report import plots
@@ -391,6 +391,15 @@ def of_stage(stage: str, flags: dict[str, Any]) -> dict[str, Any]:
     """Flags that stages share, without those of sampling for a reward model."""
     of_policies = ("sample_steps", "generation_batch_size") if stage == "reward" else ()
     return {name: value for name, value in flags.items() if name not in of_policies}
+
+
+def is_defined(name: str) -> bool:
+    """Whether a metric is in `METRICS`, begins with one of `PREFIXES`, or is an interval end."""
+    head, slash, function = name.partition("/")
+    for end in ENDS if head.startswith("eval_") else ():
+        head = head.removesuffix(end)
+    name = head + slash + function
+    return name in METRICS or any(name.startswith(p) and len(name) > len(p) for p in PREFIXES)
 
 
 def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:
