@@ -28,12 +28,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from common import distributed, launch, scoring, self_checks
 from common.config.evaluate import EvaluateConfig
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs
-from common.evaluation.measure import Reference
 from common.evaluation.records import PairScores, PromptRecord
 from common.forward import Policy
 from common.model import fsdp, load
@@ -89,17 +90,18 @@ def main(config: EvaluateConfig) -> None:
     ]
 
     # Score pairs with the policies, the reference first, and generate
-    reference: Reference | None = None
+    reference: Policy | None = None
+    ref_logps: Tensor | None = None
     for path, policy_config in policy_configs.items():
         policy, logps = load_policy(path, policy_config, config, mesh), None
         if pairs:
             logps = scoring.score_examples(policy, pairs, config, vocabulary, "scoring pairs")
             if path in config.policies:
-                by_kind = measure.policy_scores(logps, reference, pairs, run_rewards[path], config)
+                by_kind = measure.policy_scores(logps, ref_logps, pairs, run_rewards[path], config)
                 table.add({score_name(names[path], kind): v for kind, v in by_kind.items()})
                 scores[path] = next(iter(by_kind))
         if reference is None and len(policy_configs) > 1:  # one alone is compared with nothing
-            reference = Reference(policy, logps)
+            reference, ref_logps = policy, logps
         with records.kept(table, prompt_records, output_dir):
             if prompts:
                 name = names[path]
@@ -178,7 +180,7 @@ def generate(
     prompt_records: Sequence[PromptRecord],
     name: str,
     policy: Policy,
-    reference: Reference | None,
+    reference: Policy | None,
     rewards: "RewardFunctions",
     prompts: Sequence[Example],
     config: EvaluateConfig,
@@ -204,9 +206,8 @@ def generate(
     scoring.check_sampler(sampler, prompts, rollouts, config.temperature)
 
     def add(judging: RewardFunctions) -> None:
-        ref_policy = reference.policy if reference else None
         completions = measure.measure_completions(
-            policy, ref_policy, judging, prompts, rollouts, config, config.temperature
+            policy, reference, judging, prompts, rollouts, config, config.temperature
         )
         records.add_system(prompt_records, name, completions)
 

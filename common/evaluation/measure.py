@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,40 +28,31 @@ if TYPE_CHECKING:
     from common.sampling.sampler import Rollouts
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The reference policy, with its log-probabilities (N, 2) of the pairs; None without pairs."""
-
-    policy: Policy
-    logps: Tensor | None
-
-
 # ---- pairs ---------------------------------------------------------------------------------------
 
 
 def policy_scores(
-    logps: Tensor,
-    reference: Reference | None,
+    logps: Tensor,  # (N, 2), nats
+    ref_logps: Tensor | None,
     pairs: Sequence[Example],
-    reward: ImplicitReward,
+    reward: ImplicitReward,  # that of the run's training
     config: EvaluateConfig,
 ) -> dict[str, Floats]:
     """Scores (N, 2) of a policy on N pairs by each kind of `--policy_scores`.
 
-    `logp_per_token` is the log-probability divided by the completion's length. The implicit reward
-    is that of the run's training. Where it needs a reference and there is none, as for the
-    reference itself, whose ratios are 0 everywhere, the log-probability takes its place, as kind
-    `logp`. `logps` (N, 2) are the policy's, in nats.
+    `logp_per_token` is the log-probability divided by the completion's length. Where the implicit
+    reward needs a reference and there is none, as for the reference itself, whose ratios are 0
+    everywhere, the log-probability takes its place, as kind `logp`.
     """
     lengths = data.completion_lengths(pairs)  # (N, 2)
     scores: dict[str, Floats] = {}
     for kind in config.policy_scores:
         if kind == "logp_per_token":
             scores[kind] = (logps / lengths).numpy()
-        elif reward.needs_reference and reference is None:
+        elif reward.needs_reference and ref_logps is None:
             scores["logp"] = logps.numpy()
         else:
-            scores[kind] = reward(logps, reference.logps if reference else None, lengths).numpy()
+            scores[kind] = reward(logps, ref_logps, lengths).numpy()
     return scores
 
 

@@ -338,18 +338,17 @@ def as_steps(reward: Any, last: int, title: str, row: str) -> "StepRewards":
         UserError: it is no reward; names the function and the row.
     """
     is_list = isinstance(reward, list | tuple)
-
-    def refused(reason: str) -> UserError:
-        return UserError(f"{title} returned {reward!r} for {row}; {reason}.")
-
     steps: StepRewards = {}
     for step in reward if is_list else [(last, reward)]:
-        if not isinstance(step, list | tuple) or len(step) != 2:
-            raise refused("the reward of a step must be a pair (index of its last token, reward)")
-        end, number = step[0], as_number(step[1])
-        if is_list and not (isinstance(end, Integral) and 0 <= int(end) <= last):
-            raise refused(f"a step must end at 0 to {last}, a token of the completion")
-        if number is None:
-            raise refused("a reward must be a finite number, None, or a list of steps")
+        is_pair = isinstance(step, list | tuple) and len(step) == 2
+        end, value = step if is_pair else (last, None)
+        number = as_number(value)
+        is_token = isinstance(end, Integral) and (not is_list or 0 <= int(end) <= last)
+        if number is None or not is_token:
+            raise UserError(
+                f"{title} returned {reward!r} for {row}; a reward must be a finite number, None, "
+                "or a list of pairs, for each step the index of its last token, of 0 to "
+                f"{last}, and its reward."
+            )
         steps[int(end)] = steps.get(int(end), 0.0) + number
     return steps

@@ -61,9 +61,7 @@ def test_readings_of_a_policy_by_hand():
     pairs = [Example(0, "p", [5], [[1, 2], [1, 2, 3]], {})]
     config: Any = SimpleNamespace(policy_scores=POLICY_SCORES)
     given = (pairs, ImplicitReward(), config)
-    policy: Any = None  # it is not read
-    reference = measure.Reference(policy, ref_logps)
-    read = measure.policy_scores(logps, reference, *given)
+    read = measure.policy_scores(logps, ref_logps, *given)
     assert {kind: scores.tolist() for kind, scores in read.items()} == {
         "implicit_reward": [[0.5, -1.5]],
         "logp_per_token": [[-2.0, -2.0]],

@@ -609,25 +609,23 @@ def test_without_step_rewards_there_are_no_steps():
 
 
 @pytest.mark.parametrize(
-    ("steps", "words"),
+    "steps",
     [
-        ([(3, 1.0)], "must end at 0 to 2, a token of the completion"),
-        ([(-1, 1.0)], "must end at 0 to 2"),
-        ([(0.5, 1.0)], "must end at 0 to 2"),
-        ([(0, math.nan)], "must be a finite number"),
-        ([(0, None)], "must be a finite number"),
-        ([(0, "1")], "must be a finite number"),
-        ([(0, 1.0, 2.0)], "must be a pair"),
-        ([0, 1.0], "must be a pair"),
-        ((0, 1.0), "must be a pair"),  # a step where a list of steps is due
+        [(3, 1.0)],
+        [(-1, 1.0)],
+        [(0.5, 1.0)],
+        [(0, math.nan)],
+        [(0, None)],
+        [(0, "1")],
+        [(0, 1.0, 2.0)],
+        [0, 1.0],
+        (0, 1.0),  # a step where a list of steps is due
     ],
 )
-def test_a_faulty_step_names_function_and_row(steps, words):
-    with pytest.raises(UserError) as caught:
+def test_a_faulty_step_names_function_and_row(steps):
+    sentence = "'bad' returned .* for row 1 of the batch .* its last token, of 0 to 2, and its rew"
+    with pytest.raises(UserError, match=sentence):
         score_lengths({"good": constant(0, 0), "bad": constant([(0, 1.0)], steps)}, [1, 1], [3, 3])
-    assert "'bad' returned" in str(caught.value)
-    assert "for row 1 of the batch" in str(caught.value)
-    assert words in str(caught.value)
 
 
 def test_a_completion_that_did_not_stop_has_the_penalty_as_its_only_step():
