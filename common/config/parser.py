@@ -127,10 +127,7 @@ def recipe_arguments(
     """A recipe as `--key value` arguments.
 
     If the flags `given` name another objective of one of the `kinds`, it is without settings of
-    objectives.
-
-    Raises:
-        UserError: it cannot be read, or has a key or a value that no command line could have.
+    objectives. A UserError for a key or a value that no command line could have.
     """
     arguments = []
     recipe = read_recipe(file)

@@ -173,11 +173,7 @@ def is_reward_model(name: str) -> bool:
 
 
 def find_function(name: str) -> RewardFunction | None:
-    """The function of that name, None if the name is a model's folder or hub id.
-
-    Raises:
-        UserError: the name is neither a function nor possibly a model.
-    """
+    """The function of that name, None if it is a model's folder or hub id; else a UserError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if is_built_in(name):
@@ -222,11 +218,8 @@ def call_once(
 ) -> list[Any]:
     """Call a user's function, once, for one value of each row; a coroutine is waited for.
 
-    It gets those of the arguments that it takes. Errors have the function's `title`, and the `noun`
-    for its values.
-
-    Raises:
-        UserError: it returned no value for each row.
+    It gets those of the arguments that it takes. The UserError for another number of values has
+    the function's `title`, and the `noun` for its values.
     """
     if not num_rows:
         return []

@@ -121,12 +121,7 @@ class RewardFunctions:
         config: CommonConfig,
         other_names: Sequence[str] = (),
     ) -> "RewardFunctions":
-        """Find and check every function; `load` reads the reward models' weights.
-
-        Raises:
-            UserError: a name twice or that is no function, a folder without a reward model, or
-                weights that do not fit.
-        """
+        """Find and check every function; `load` reads the reward models' weights."""
         from common.rewards.models import RewardModelFunction
 
         if twice := [name for name in names if names.count(name) > 1]:
@@ -162,10 +157,6 @@ class RewardFunctions:
         """Refuse rows whose columns the functions cannot judge by, before a model is loaded.
 
         A built-in that raises on an empty completion could not judge any other.
-
-        Raises:
-            UserError: rows differ in their columns, a row names an unknown function or lacks a
-                column that its functions need, or a reward model cannot read messages.
         """
         first = next(chain(examples, eval_examples), None)
         needed = {name: needed_columns(f) for name, f in self.functions.items()}
@@ -307,11 +298,7 @@ class RewardFunctions:
         return Rewards(total, by_function, steps if has_steps else [], log)
 
     def extracted_answers(self, completions: Sequence[Any]) -> dict[str, list[str | None]]:
-        """Answers in B completions, by functions with an `answer(completions)`; None: no answer.
-
-        Raises:
-            UserError: it returned no list of B.
-        """
+        """Answers in B completions, by functions with an `answer(completions)`; None: no answer."""
         answers = {}
         for name, function in self.functions.items():
             if answer := getattr(function, "answer", None):
@@ -332,11 +319,7 @@ def inputs(
 
 
 def as_steps(reward: Any, last: int, title: str, row: str) -> "StepRewards":
-    """A returned reward by steps, a number as that of the last token.
-
-    Raises:
-        UserError: it is no reward; names the function and the row.
-    """
+    """A returned reward by steps, a number as that of the last token; a UserError for another."""
     is_list = isinstance(reward, list | tuple)
     steps: StepRewards = {}
     for step in reward if is_list else [(last, reward)]:

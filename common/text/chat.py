@@ -28,10 +28,7 @@ def render(
     begins, as when the model is used. The completion is what the template writes behind it when the
     answer is the last message. A prompt that ends in a message of the assistant is the beginning of
     the answer: the completion goes on with it. No row has an answer of `weight` 0 or `train` false.
-
-    Raises:
-        UserError: the tokenizer has no chat template, or it writes the beginning of a conversation
-            differently once an answer follows.
+    A UserError if the tokenizer has no template, or it writes a prompt differently with an answer.
     """
     names = COMPLETION_COLUMNS[kind]
     others = {name: cell for name, cell in raw.items() if name not in ("prompt", *names)}
@@ -148,12 +145,9 @@ class TurnEnd:
 def to_end_of_turn(
     examples: Sequence[Example], vocabulary: Vocabulary, limit: int | None
 ) -> Sequence[Example]:
-    """Complete the turn of each conversation for a reward model; see `TurnEnd`.
+    """Complete the turn of each conversation for a reward model; rows of text are unchanged.
 
-    Rows of text are unchanged.
-
-    Raises:
-        UserError: one is then longer than the model's positions.
+    A UserError if one is then longer than the model's positions.
     """
     first = next((example for example in examples if example.messages), None)
     if first is None:

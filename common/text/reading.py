@@ -62,11 +62,7 @@ def load_examples(
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; [] for an empty name or split.
 
-    Every process does it; all have the same rows. Collective.
-
-    Raises:
-        UserError: Too many rows are dropped, or all; also as `load_rows`, `chat.render` and
-            `tokenise.tokenize_rows`.
+    Every process does it; all have the same rows. A UserError if too many are dropped. Collective.
     """
     if not dataset_name or not split:
         return []
@@ -88,15 +84,7 @@ def load_examples(
 def load_rows(
     config: CommonConfig, dataset_name: str, split: str, kind: str, num_rows: int = 0
 ) -> list[RawRow]:
-    """Read one split and check every row against the schema of its kind.
-
-    Returns:
-        At least one row, of texts or of messages: then a completion is one, of the assistant. Any
-        may be blank. A prompt that completions repeat is cut from them.
-
-    Raises:
-        UserError: Names the file or split, the row (counted from 1) and the column.
-    """
+    """Read one split, and bring every row to the schema of its kind; see `schemas.standardise`."""
     label, raw_rows = sources.read_split(config, dataset_name, split, kind, num_rows)
     return schemas.standardise(raw_rows, kind, label)
 
@@ -105,10 +93,7 @@ def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bo
     """The split to evaluate on: what `--dataset_test_split` names, or `auto` finds; "" for none.
 
     `auto` is `validation`, else `test`, of what is there. A single file has one split: it is
-    evaluated on unless the run trains on it.
-
-    Raises:
-        UserError: the split that was named is not there, or nothing is.
+    evaluated on unless the run trains on it. A UserError if what was named is not there.
     """
     split = config.dataset_test_split
     if not dataset_name or not split:
@@ -138,11 +123,7 @@ def evaluated_split(config: CommonConfig, dataset_name: str) -> str:
 
 
 def has_pairs(config: CommonConfig, split: str) -> bool:
-    """Whether a split's first row has a column `chosen` or `rejected`; prints a note if not.
-
-    Raises:
-        UserError: it is not there, or cannot be read.
-    """
+    """Whether a split's first row has a column `chosen` or `rejected`; prints a note if not."""
     name = config.dataset_name
     if name == "synthetic":
         return True

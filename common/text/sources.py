@@ -39,10 +39,8 @@ def read_split(
     """The name of a split in messages, and its rows as they are, with their columns renamed.
 
     A file is the split `train`, or the one it is named after (`validation.jsonl`). A folder has a
-    file, or shards `split-00000-of-00002.parquet`, per split, also in its subfolder `data`.
-
-    Raises:
-        UserError: the split has no rows, or cannot be read.
+    file, or shards `split-00000-of-00002.parquet`, per split, also in its subfolder `data`. A
+    UserError if the split has no rows, or cannot be read.
     """
     if dataset_name == "synthetic":
         from common.text import synthetic
@@ -155,14 +153,11 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 def read_file(path: Path) -> Iterator[RawRow]:
-    """The rows of one file.
+    """The rows of one file; a UserError that names the line or row if it cannot be read.
 
     By `json`, not by `datasets.load_dataset("json")`, which changes cells: dates in text become
     times, "007" becomes 7 behind 10 MB of numbers, an object gets the keys of others, numbers of a
     list are rounded (seen in datasets 5.2).
-
-    Raises:
-        UserError: The file cannot be read; names the line or row.
     """
     try:
         if path.suffix == ".parquet":

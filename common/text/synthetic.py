@@ -124,19 +124,16 @@ _PATTERNS = {
 Facts = dict[str, str]
 
 
-def make_rows(kind: str, split: str, num_rows: int = 0, seed: int = 0) -> list[dict[str, Any]]:
+def make_rows(
+    kind: str,
+    split: str,  # `train` or `validation`
+    num_rows: int = 0,  # 0: `DEFAULT_ROWS` for training and `VALIDATION_ROWS`
+    seed: int = 0,  # of the grammar and of the preference labels
+) -> list[dict[str, Any]]:
     """Rows of the embedded task, in TRL's column layouts; row i does not depend on `num_rows`.
 
-    Args:
-        kind: `sft` (prompt, completion, facts), `preference` (prompt, chosen, rejected, facts,
-            chosen_gold, rejected_gold, label_probability) or `prompts` (as `sft`; the completion
-            is there for reference only).
-        split: `train` or `validation`.
-        num_rows: how many; 0: `DEFAULT_ROWS` for training and `VALIDATION_ROWS`.
-        seed: of the grammar and of the preference labels.
-
-    Raises:
-        UserError: unknown split.
+    Their columns are for `sft` and `prompts` prompt, completion and facts, for `preference` prompt,
+    chosen, rejected, facts, chosen_gold, rejected_gold and label_probability.
     """
     if split not in ("train", "validation"):
         raise UserError(

@@ -86,10 +86,8 @@ def source_of(row: Row) -> str:
 
     `trl-lib/tldr-preference` mixes CNN/DailyMail articles into its validation split and has no
     column for it; TRL's `examples/datasets/tldr_preference.py` gives them no SUBREDDIT and no
-    POST. Rows of `openai/summarize_from_feedback` have a `batch` column instead.
-
-    Returns:
-        The column `source` if the row has one, else `tldr`, `cnn_dm` or `other`.
+    POST. Rows of `openai/summarize_from_feedback` have a `batch` column instead. It is the column
+    `source` if the row has one, else `tldr`, `cnn_dm` or `other`.
     """
     source, batch = row.columns.get("source"), row.columns.get("batch")
     if isinstance(source, str):
@@ -137,8 +135,7 @@ def truncate_prompt(
 ) -> tuple[str, list[int]] | None:
     """Cut the body of a prompt that is too long, as a TL;DR post; header and cue stay whole.
 
-    Returns:
-        The shorter prompt and its ids, at most `max_length`; None if header and cue leave no room.
+    None if these leave no room.
     """
     header, body, cue = split_prompt(prompt)
     encoding = tokenizer(header + body, add_special_tokens=False, verbose=False)
