@@ -12,10 +12,10 @@ from experiments.plan.work import FLOAT32, MicroBatch, Run
 def activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, float]:
     """Bytes kept of a forward pass when its backward begins, and the most while it runs.
 
-    Kept is, with gradient checkpointing, of a block its input only. The last block computes, in the
-    shared layout, more than keys and values only for the tail: the completions, and the last token
-    of each prompt. So it keeps queries, keys and values of all tokens, what they are made of, and
-    the rest of the tail.
+    Kept is, with gradient checkpointing, of a block its input only. The last block computes more
+    than keys and values only for the tail: the completions, and the last token of each prompt. So
+    it keeps queries, keys and values of all tokens, what they are made of, and the rest of the
+    tail.
 
     Most there is while the last block's backward runs, or, as it has few tokens, that of the one
     before, when what the last kept is free; with checkpointing what a block keeps is made again. A
@@ -23,14 +23,9 @@ def activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, f
     what the activation makes and is given; what that layer kept is free by then.
     """
     config, tokens, size = run.config, batch.tokens, run.number_bytes
-    block = last = tokens * model.block_bytes
-    tail = tokens
-    if run.is_shared:
-        tail = min(tokens, batch.prompts + batch.completions * config.max_completion_length)
-        last = tokens * (model.keys_bytes + model.kept_keys_bytes) + tail * model.block_bytes
-    else:  # the mask of each row, made a number of the compute dtype in each layer
-        seen = config.max_prompt_length + config.max_completion_length
-        block = last = block + batch.completions * seen**2 * size
+    block = tokens * model.block_bytes
+    tail = min(tokens, batch.prompts + batch.completions * config.max_completion_length)
+    last = tokens * (model.keys_bytes + model.kept_keys_bytes) + tail * model.block_bytes
     temporary = (2 * model.width + model.num_gates * model.mlp_width) * size  # of a token
     layers, outer = model.num_layers, tokens * model.outer_bytes
     if config.gradient_checkpointing:
@@ -50,31 +45,19 @@ def forward_bytes(run: Run, model: Footprint, tokens: float) -> float:
     return tokens * numbers * run.number_bytes
 
 
-def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool) -> float:
+def logits_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
     """The projection onto the vocabulary and what is made of it, in float32.
 
-    Shared (`model/projection.py`): a chunk of logits, with an exact KL one of the reference and
-    their difference, on a GPU the probabilities for the entropy; and the states that are projected.
-    Padded: logits of every completion column and copies of them. Forward: the scaled ones and a
-    temporary of logsumexp. Backward: those kept, the gradient of the chosen ones, and three
-    temporaries of logsumexp's. The entropy (of GRPO) keeps its probabilities, and since the loss
-    does not pass through it, a micro-batch's are freed only when the next one's scores take their
-    name.
+    A chunk of logits (`model/projection.py`), with an exact KL one of the reference and their
+    difference, on a GPU the probabilities for GRPO's entropy; and the states that are projected.
     """
     head = model.head_weights
     if not head:
         return 0.0
-    vocabulary, length = model.vocabulary, run.config.max_completion_length
-    has_entropy = run.config.stage == "GRPO"
-    has_exact_kl = getattr(run.config, "has_exact_kl", False)
     cast = FLOAT32 * head if run.config.bf16 else 0  # the head in float32
-    if run.is_shared:
-        rows = batch.completions * length
-        at_once = GPU_CHUNK_NUMBERS if run.on_gpu else CHUNK_NUMBERS
-        chunk = min(rows, max(1, at_once // vocabulary)) * vocabulary
-        copies = 1 + 2 * has_exact_kl + (has_entropy and run.on_gpu)
-        return FLOAT32 * chunk * copies + rows * model.width * run.number_bytes + cast
-    copies = 3
-    if trains:
-        copies = 5 + 4 * has_exact_kl + has_entropy * (1 + 2 * (batch.number > 1))
-    return FLOAT32 * batch.completions * (length + 1) * vocabulary * copies + cast
+    rows = batch.completions * run.config.max_completion_length
+    at_once = GPU_CHUNK_NUMBERS if run.on_gpu else CHUNK_NUMBERS
+    chunk = min(rows, max(1, at_once // model.vocabulary)) * model.vocabulary
+    has_exact_kl = getattr(run.config, "has_exact_kl", False)
+    copies = 1 + 2 * has_exact_kl + (run.config.stage == "GRPO" and run.on_gpu)
+    return FLOAT32 * chunk * copies + rows * model.width * run.number_bytes + cast

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.pytorch_utils import Conv1D
 
 from common.config.stages import TrainConfig
@@ -176,7 +175,6 @@ class Count:
     """The storages that a graph keeps, each once, and what was seen at each layer's attention."""
 
     parameters: set[int]  # storages that are not counted
-    repeats: bool  # keys and values, for each head of the queries
     # By address, and held so that none is freed and its address used again.
     kept: dict[int, Any] = field(default_factory=dict)
     before: list[int] = field(default_factory=list)  # bytes kept before each layer's attention
@@ -213,10 +211,8 @@ class Count:
         output = query.new_empty(batch, length, num_heads, width).transpose(1, 2)
         if query.requires_grad or key.requires_grad:
             self.pack(output.requires_grad_())
-            num_repeats = num_heads // key.shape[1] if self.repeats else 1
             lse = query.new_empty(batch, length, num_heads, dtype=torch.float32)
-            repeated = [repeat_kv(x, num_repeats) for x in (key, value)]
-            for kept in (query, *repeated, lse):
+            for kept in (query, key, value, lse):
                 self.pack(kept)
         return output
 
@@ -233,7 +229,7 @@ def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig) -> Cou
     shared_prefix.use_shared_prefix(lm, blocks[-1])
     lm.eval()
     parameters = {p.untyped_storage()._cdata for p in lm.parameters()}
-    count = Count(parameters, repeats=config.layout == "padded")
+    count = Count(parameters)
     ids, positions = torch.zeros(2, 1, NUM_TOKENS, dtype=torch.long, device="meta")
     try:
         with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor):

@@ -135,8 +135,8 @@ def update_moments(run: Run, base: Columns) -> list[Moment]:
     head = 0 if policy.has_adapters else FLOAT32 * policy.head_weights
     whole = {"gathered": gathered(run, policy, has_backward=True)}
     kept, most = activations(run, policy, batch)
-    at_loss = base | whole | {"activations": kept, "gradients": added_up + head * run.is_shared}
-    at_loss["logits"] = logits_bytes(run, policy, batch, trains=True)
+    at_loss = base | whole | {"activations": kept, "gradients": added_up + head}
+    at_loss["logits"] = logits_bytes(run, policy, batch)
     block = max(numbers(block, trained=True) for block in policy.blocks)
     waiting = head * run.number_bytes / FLOAT32  # until the embedding gets its gradient
     gradients = added_up + waiting + unit_gradients(run, block)
@@ -193,7 +193,7 @@ def scoring_moment(run: Run, name: str, model: Footprint, base: Columns) -> Mome
     columns = {
         "gathered": gathered(run, model, has_backward=False),
         "activations": forward_bytes(run, model, batch.tokens),
-        "logits": logits_bytes(run, model, batch, trains=False),
+        "logits": logits_bytes(run, model, batch),
     }
     return Moment(name, base | columns)
 
@@ -267,18 +267,14 @@ def copy_bytes(run: Run) -> float:
 def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
     """Keys and values while sampling, or what the prefill holds of them.
 
-    Shared: the prompts' once, room for each sample's own. The prefill's keys and values are copied
-    out of the storages they are in (of GPT-2: with the queries); a CPU has no memory yet for the
-    samples' room, which is zero and untouched. Padded: a copy of the prompt for each sample, and of
-    one layer a second, as it grows by a token.
+    The prompts' once, and room for each sample. The prefill's keys and values are copied out of the
+    storages they are in (of GPT-2: with the queries); a CPU has no memory yet for the samples'
+    room, which is zero and untouched.
     """
     policy, config = run.policy, run.config
     layers, completion = policy.num_layers, config.max_completion_length
     tokens, samples = num_prompts * config.max_prompt_length, num_prompts * num_samples
     per_token = 2 * layers * policy.key_width * run.number_bytes
-    if not run.is_shared:
-        whole = samples * (config.max_prompt_length + completion) * per_token
-        return whole * (1 + 1 / layers)
     kept = layers * policy.kept_keys_bytes * tokens
     rooms = samples * completion * per_token
     both = kept + rooms if run.on_gpu else max(kept, rooms)
@@ -288,7 +284,7 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
 def kept_by_graphs(run: Run) -> Columns:
     """Weights and cache that stay for sampling's CUDA graphs (`Sampler.keeps_graphs`)."""
     config = run.config
-    if not (isinstance(config, GRPOConfig) and run.on_gpu and run.is_shared):
+    if not (isinstance(config, GRPOConfig) and run.on_gpu):
         return {}
     if config.rollout_server or not config.cuda_graphs:
         return {}

@@ -22,6 +22,8 @@ def make_run(config: TrainConfig, *, on_gpu: bool) -> Run:
     Raises:
         UserError: a model is not there, or cannot be counted.
     """
+    if config.layout != "shared_prefix":
+        raise config.refused("layout", "shared_prefix, whose batches a plan counts")
     path, names = config.model_name_or_path, getattr(config, "reward_funcs", [])
     kind: Kind = "trunk" if config.stage == "reward model" else "policy"
     policy = footprint.of_model(path, kind, config, trains=True)

@@ -46,11 +46,6 @@ class Run:
         return 1 if self.config.stage == "SFT" else 2
 
     @property
-    def is_shared(self) -> bool:
-        """Whether a prompt is computed once for all its completions."""
-        return self.config.layout == "shared_prefix"
-
-    @property
     def number_bytes(self) -> int:
         """Of a number that is computed with."""
         return 2 if self.config.bf16 else FLOAT32
@@ -81,8 +76,8 @@ class MicroBatch:
     """The largest forward and backward pass of a rank."""
 
     number: int  # of them in an update
-    tokens: float  # computed in one, padding included
-    prompts: float  # in one, each with its completions; padded, copies of prompts
+    tokens: float  # computed in one
+    prompts: float  # in one, each with its completions
     completions: float  # in one
 
 
@@ -95,10 +90,7 @@ def has_reference(config: TrainConfig) -> bool:
 
 def piece_tokens(run: Run, num_completions: int) -> int:
     """Tokens that a prompt with so many completions of full length costs in a forward pass."""
-    prompt, completion = run.config.max_prompt_length, run.config.max_completion_length
-    if run.is_shared:
-        return prompt + num_completions * completion
-    return num_completions * (prompt + completion)
+    return run.config.max_prompt_length + num_completions * run.config.max_completion_length
 
 
 def micro_batch(run: Run) -> MicroBatch:
@@ -124,34 +116,27 @@ def micro_batch(run: Run) -> MicroBatch:
     total = rows * num_pieces
     most = max(tokens, min(config.micro_batch_tokens, min(limit, total) * tokens))
     pieces = most / tokens
-    prompts = pieces if run.is_shared else pieces * size
-    return MicroBatch(-(-total // fit), most, prompts, pieces * size)
+    return MicroBatch(-(-total // fit), most, pieces, pieces * size)
 
 
 def step_flops(run: Run) -> dict[str, float]:
-    """Operations of a step on all ranks, at the limits of lengths, padding left out.
+    """Operations of a step on all ranks, at the limits of lengths.
 
     The backward pass makes two products for each of the forward's, one of them for the weight: not
     if it is frozen. With gradient checkpointing it makes the forward's again.
     """
     config, policy = run.config, run.policy
-    prompt, completion = config.max_prompt_length, config.max_completion_length
-    length = prompt + completion
 
     def forward(model: Footprint, num_completions: int) -> float:
-        if run.is_shared:
-            of_prompt = group_flops(model, prompt, [completion] * num_completions)
-        else:  # every completion with a copy of its prompt
-            of_prompt = num_completions * model.flops(length, causal_pairs(length), completion + 1)
-        return config.batch_size * of_prompt
+        completions = [config.max_completion_length] * num_completions
+        return config.batch_size * group_flops(model, config.max_prompt_length, completions)
 
     scored = forward(policy, run.num_completions)
     num_passes = config.num_iterations if isinstance(config, GRPOConfig) else 1
     backward = (1 if policy.has_adapters else 2) + config.gradient_checkpointing
     operations = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
     if isinstance(config, GRPOConfig):
-        sampling = group_flops(policy, prompt, [completion] * config.num_candidates)
-        operations["sampling"] = config.batch_size * sampling
+        operations["sampling"] = forward(policy, config.num_candidates)
         if config.num_updates > 1:
             operations["old log-probabilities"] = scored
     if has_reference(config):

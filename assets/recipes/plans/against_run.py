@@ -70,9 +70,7 @@ CASES = {
     },
     "reward": Case("reward", "gpt2-small", SMALL),
     "dpo": Case("dpo-precomputed", "gpt2-small", SMALL),
-    "dpo-padded": Case("dpo-precomputed", "gpt2-small", SMALL | {"layout": "padded"}),
     "grpo": Case("grpo-8x8", "tiny", {"micro_batch_tokens": 4096}),
-    "grpo-padded": Case("grpo-8x8", "tiny", {"micro_batch_tokens": 2048, "layout": "padded"}),
     "grpo-reward-model": Case("grpo-1x8-reward-model", "gpt2-small", {"micro_batch_tokens": 1024}),
 }
 

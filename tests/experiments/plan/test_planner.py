@@ -202,24 +202,21 @@ def test_a_gpt2_block_keeps_what_is_worked_out_by_hand(shapes: Path):
     # Both norms' inputs and outputs, queries, keys, values, attention's output: 8 widths; of the
     # MLP before and after its activation 8; two statistics of each norm, a log-sum-exp per head.
     numbers = 16 * WIDTH + 4 + HEADS
-    flags = {"layout": "padded"}
-    assert run_of(shapes, **flags).policy.block_bytes == 4 * numbers
-    # Without norms' statistics, which stay float32 on a CPU only sometimes.
-    rounded = run_of(shapes, **flags, bf16=True).policy
-    assert rounded.block_bytes == pytest.approx(2 * numbers, rel=0.03)
     assert run_of(shapes).policy.block_bytes == 4 * numbers
+    # Without norms' statistics, which stay float32 on a CPU only sometimes.
+    rounded = run_of(shapes, bf16=True).policy
+    assert rounded.block_bytes == pytest.approx(2 * numbers, rel=0.03)
 
 
-def kept_by_a_real_pass(family: str, layout: str, num_completions: int) -> int:
+def kept_by_a_real_pass(family: str, num_completions: int) -> int:
     """Bytes of the storages that the graph of a policy's scores keeps, without parameters'."""
     model = Policy(tiny.causal_lm(family)).train()
-    fsdp.use_our_modules(model.lm, tiny.train_config(layout=layout))
-    # One is shorter: without padding transformers makes no mask.
-    prompts = [tiny.random_ids(40 - (n == 3), seed=n) for n in range(4)]
+    fsdp.use_our_modules(model.lm, tiny.train_config())
+    prompts = [tiny.random_ids(40, seed=n) for n in range(4)]
     completions = [
         [tiny.random_ids(10, seed=10 * n + k) for k in range(num_completions)] for n in range(4)
     ]
-    batch = MAKERS[layout](prompts, completions, 0)
+    batch = MAKERS["shared_prefix"](prompts, completions, 0)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -236,20 +233,16 @@ def kept_by_a_real_pass(family: str, layout: str, num_completions: int) -> int:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize(
-    ("layout", "num_completions"), [("shared_prefix", 1), ("shared_prefix", 2), ("padded", 2)]
-)
-def test_activations_are_those_that_a_real_graph_keeps(shapes, family, layout, num_completions):
+@pytest.mark.parametrize("num_completions", [1, 2])
+def test_activations_are_those_that_a_real_graph_keeps(shapes, family, num_completions):
     config = SFTConfig if num_completions == 1 else DPOConfig
-    run = run_of(shapes, family, config=config, layout=layout, batch_size=4)
+    run = run_of(shapes, family, config=config, batch_size=4)
     batch = workload.micro_batch(run)
-    of_row = 40 + num_completions * 10
-    assert batch.tokens == (4 * of_row if layout == "shared_prefix" else 8 * 50)
+    assert batch.tokens == 4 * (40 + num_completions * 10)
     planned, _ = activations.activations(run, run.policy, batch)
-    rows = 4 * num_completions * 10
-    # Logits, and of the shared layout the states that they are made of.
-    logits = rows * (VOCABULARY + WIDTH) if layout == "shared_prefix" else rows * VOCABULARY
-    real = kept_by_a_real_pass(family, layout, num_completions)
+    # Logits, and the states that they are made of.
+    logits = 4 * num_completions * 10 * (VOCABULARY + WIDTH)
+    real = kept_by_a_real_pass(family, num_completions)
     assert planned + 4 * logits == pytest.approx(real, rel=0.06)
 
 
@@ -295,7 +288,7 @@ def test_a_gpu_holds_more_logits_at_once(shapes: Path):
         run = run_of(shapes, on_gpu=on_gpu, batch_size=2**12, micro_batch_tokens=2**16)
         policy = replace(run.policy, vocabulary=2**16)
         logits += [
-            activations.logits_bytes(run, policy, batch, trains=True) - 4 * WIDTH * rows
+            activations.logits_bytes(run, policy, batch) - 4 * WIDTH * rows
             for rows in (2560, 40960)
             for batch in [workload.MicroBatch(1, 0, 0, rows / 10)]
         ]
@@ -334,7 +327,7 @@ def test_what_graphs_read_stays_between_rollouts(shapes: Path):
     assert [moment.columns | kept for moment in in_update] == [
         moment.columns for moment in in_update
     ]
-    for other in ({"cuda_graphs": False}, {"layout": "padded"}, {"max_completion_length": 2**26}):
+    for other in ({"cuda_graphs": False}, {"max_completion_length": 2**26}):
         assert memory.kept_by_graphs(run.with_flags(**other)) == {}
 
 
@@ -486,18 +479,15 @@ def test_the_command_of_the_page_runs_in_a_fresh_checkout(planned, monkeypatch):
     assert "reward model: GPT2ForSequenceClassification" in output
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
-def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path, family: str):
-    fields = {"model_type": family, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 61}
+def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path):
+    fields = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 61}
     fields |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    path = tmp_path / f"{family}.json"
+    path = tmp_path / "mixtral.json"
     path.write_text(json.dumps(fields))
-    flags = {"model_name_or_path": str(path), "layout": "padded"}
-    for bf16 in (False, True):
-        with pytest.raises(
-            UserError, match=r"has experts \(.*mlp.*whose memory depends on the data"
-        ):
-            run_of(shapes, **flags, bf16=bf16)
+    with pytest.raises(UserError, match=r"has experts \(.*mlp.*whose memory depends on the data"):
+        run_of(shapes, model_name_or_path=str(path))
+    with pytest.raises(UserError, match="--layout is padded; it must be shared_prefix"):
+        run_of(shapes, layout="padded")
 
 
 def test_bytes_sent_are_worked_out_by_hand():
