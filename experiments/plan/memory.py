@@ -71,6 +71,12 @@ def peak(run: Run) -> Moment:
     return max(moments(run), key=lambda moment: moment.total)
 
 
+def gigabytes(number: float) -> str:
+    """Bytes for people, three digits behind the point below ten."""
+    value = number / 1e9
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
 # ---- what stays ----------------------------------------------------------------------------------
 
 

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common import distributed
 from common.config.dpo import DPOConfig
 from common.config.grpo import GRPOConfig
 from common.config.stages import TrainConfig
-from experiments.plan.footprint import Decoder, Footprint
+from common.model.checks import Kind
+from common.rewards.functions import is_reward_model
+from experiments.plan.footprint import Decoder, Footprint, of_model
 
 FLOAT32 = 4  # bytes
 MOMENTS_OF_ADAM = 2
@@ -69,6 +72,32 @@ class Run:
     def has_copies(self) -> bool:
         """Whether float32 parameters have copies that compute (`model.bfloat16`)."""
         return self.is_plain and self.config.bf16
+
+
+def make_run(config: TrainConfig, *, on_gpu: bool) -> Run:
+    """Count the models of a run, from their configurations.
+
+    Raises:
+        UserError: a model is not there, or cannot be counted.
+    """
+    if config.layout != "shared_prefix":
+        raise config.refused("layout", "shared_prefix, whose batches a plan counts")
+    path = config.model_name_or_path
+    kind: Kind = "trunk" if config.stage == "reward model" else "policy"
+    policy = of_model(path, kind, config, trains=True)
+    reference = None
+    if isinstance(config, DPOConfig | GRPOConfig) and has_reference(config):
+        other = config.ref_model_name_or_path
+        if not (config.lora_r and other == path):  # else it is inside the policy
+            reference = of_model(other, "policy", config, trains=False)
+    reward_models = tuple(
+        of_model(name, "reward_model", config, trains=False)
+        for name in getattr(config, "reward_funcs", [])
+        if is_reward_model(name)
+    )
+    # Counting has imported all that a run imports, and holds nothing.
+    process = 0.0 if on_gpu else distributed.peak_resident_gb() * 1e9
+    return Run(config, policy, reference, reward_models, on_gpu, process)
 
 
 @dataclass(frozen=True)

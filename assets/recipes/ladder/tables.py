@@ -17,9 +17,8 @@ from typing import Any
 from common.config.grpo import GRPOConfig
 from common.config.stages import SFTConfig, TrainConfig
 from common.record.terminal import markdown_table
-from experiments.plan import page as plan
-from experiments.plan.memory import Moment, host_bytes, peak
-from experiments.plan.work import FLOAT32, Run, micro_batch, step_flops
+from experiments.plan.memory import Moment, gigabytes, host_bytes, peak
+from experiments.plan.work import FLOAT32, Run, make_run, micro_batch, step_flops
 
 MEMORY = 80e9  # bytes of a GPU
 SHARE = 0.9  # for what is planned; CUDA and NCCL take some, and gaps between allocations
@@ -61,7 +60,7 @@ def run_of(stage: str, model: Path, lora_r: int = 0) -> Run:
     flags = COMMON | {"output_dir": "unused", "model_name_or_path": str(model), "lora_r": lora_r}
     if stage == "GRPO":
         flags |= {"reward_funcs": [str(model)], "num_generations": 8}
-    return plan.make_run(STAGES[stage](**flags), on_gpu=True)
+    return make_run(STAGES[stage](**flags), on_gpu=True)
 
 
 def rungs(stage: str, model: Path) -> Iterator[tuple[str, Run]]:
@@ -113,9 +112,9 @@ def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
         name,
         f"{ranks}",
         flags or "none",
-        plan.gigabytes(most.total),
-        plan.gigabytes(host_bytes(run)[-1]),
-        plan.gigabytes(sent_bytes(run)),
+        gigabytes(most.total),
+        gigabytes(host_bytes(run)[-1]),
+        gigabytes(sent_bytes(run)),
         " to ".join(f"{s:,.0f}" if s >= 1000 else f"{s:.3g}" for s in seconds),
     ]
 

@@ -32,7 +32,6 @@ from common.sampling.graphs import StepGraphs
 from common.sampling.shared import SharedDecoder
 from experiments.plan import __main__ as command
 from experiments.plan import activations, memory
-from experiments.plan import page as plan
 from experiments.plan import work as workload
 from experiments.plan.footprint import numbers
 from train_reward import RewardConfig
@@ -72,7 +71,7 @@ def run_of(
         "max_completion_length": 10,
         "num_sample_prompts": 0,
     }
-    return plan.make_run(config(**(needed | flags)), on_gpu=on_gpu)
+    return workload.make_run(config(**(needed | flags)), on_gpu=on_gpu)
 
 
 def sizes(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
@@ -382,7 +381,7 @@ def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
     held = 16 * shard  # parameters, moments and gradients
     assert host(cpu_offload=True) == [held, 12 * shard, export, held + max(12 * shard, export)]
     assert host(cpu_offload=True, async_save=False)[1] == 0
-    page = plan.page(run_of(shapes, **flags), [1, 2])
+    page = command.page(run_of(shapes, **flags), [1, 2])
     assert "GB of a rank on its host" in page
 
 
@@ -442,7 +441,7 @@ def test_each_stage_is_planned_as_what_it_is(shapes: Path):
         ({"config": DPOConfig}, "DPO", 2, 60),
         (GRPO | {"num_generations": 8}, "GRPO", 8, 120),
     ):
-        page = plan.page(run_of(shapes, **PAIRS, **flags), [1, 2])
+        page = command.page(run_of(shapes, **PAIRS, **flags), [1, 2])
         assert f"plan of {stage}, prompts of 40 tokens with {completions} x 10" in page
         assert f"a step: 4 rows, {4 * tokens} tokens" in page
         is_scored = flags["config"] is RewardConfig
