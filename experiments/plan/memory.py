@@ -43,8 +43,8 @@ class Moment:
 def moments(run: Run) -> list[Moment]:
     """Bytes of a rank at each moment at which they may be most, from the second step on.
 
-    On a CPU a checkpoint is written too, in the background during the most that a step takes, and
-    the model at the end.
+    On a CPU a checkpoint is written too, during the most that a step takes, and the model at the
+    end.
     """
     is_dpo = isinstance(run.config, DPOConfig)
     base = resident(run, models_of(run)) | kept_by_graphs(run)
@@ -58,11 +58,10 @@ def moments(run: Run) -> list[Moment]:
         moment.columns["activations"] = moment.columns.get("activations", 0.0) + of_kl
     if run.on_gpu:
         return every
-    if run.config.save_steps:
+    if saved := saved_bytes(run):
         at_once = in_step if is_dpo else every  # DPO's others are ahead of training
         most = max(at_once, key=lambda moment: moment.total).columns
-        base_now = most if run.config.async_save else base | {"activations": of_kl}
-        every.append(Moment("save", base_now | {"checkpoint": saved_bytes(run)}))
+        every.append(Moment("save", most | {"checkpoint": saved}))
     return [*every, Moment("export", base | {"copy": export_bytes(run)})]
 
 
@@ -315,19 +314,16 @@ def saved_bytes(run: Run) -> float:
 
     The state (`state.trained_state`) is float32 shards of what is trained, of both its moments, and
     of a reference that is updated.
-    The copy stays for a while after it was written, until Python collects what refers to itself.
-    Without `async_save` there is none: a tensor at a time leaves a GPU (`state.ShardWriter`).
+    Without `async_save` there is no copy, but a tensor at a time, which is not counted.
     """
+    if not (run.config.save_steps and run.config.async_save):
+        return 0.0
     shards = run.num_shards
     trained = run.policy.numbers(shards, trained=True)
     kept = (1 + MOMENTS_OF_ADAM) * trained
     if run.config.ref_update_steps > 0 and run.reference:
         kept += run.reference.numbers(shards)
-    if not run.config.async_save:
-        units = (*run.policy.blocks, run.policy.root)
-        largest = max(numbers([p], shards, trained=True) for unit in units for p in unit)
-        kept = largest if run.on_gpu and not run.is_offloaded else 0
-    return float(FLOAT32 * kept * (run.config.save_steps > 0))
+    return float(FLOAT32 * kept)
 
 
 def export_bytes(run: Run) -> float:

@@ -348,10 +348,7 @@ def test_a_save_holds_a_copy_of_the_state_beside_the_step(shapes: Path):
     saving = sizes(replace(run_of(shapes, save_steps=5), process_bytes=0), 1, "save")
     assert saving["checkpoint"] == state
     assert sum(saving.values()) == step_bytes + state
-    at_once = run_of(shapes, save_steps=5, async_save=False)
-    at_once = sizes(replace(at_once, process_bytes=0), 1, "save")
-    assert at_once["checkpoint"] == 0  # written from where it is
-    assert sum(at_once.values()) == state  # nothing of a step
+    assert memory.saved_bytes(run_of(shapes, save_steps=5, async_save=False)) == 0
 
 
 def test_adapters_are_saved_alone_and_an_updated_reference_too(shapes: Path):
@@ -376,11 +373,8 @@ def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
     export = 8 * NUMBERS
     assert host() == [0, 12 * shard, export, max(12 * shard, export)]
     assert host(save_steps=0) == [0, 0, export, export]
-    largest = 4 * 4 * WIDTH**2 // 2  # of the MLP
-    assert host(async_save=False)[1] == largest  # a tensor at a time leaves the GPU
     held = 16 * shard  # parameters, moments and gradients
     assert host(cpu_offload=True) == [held, 12 * shard, export, held + max(12 * shard, export)]
-    assert host(cpu_offload=True, async_save=False)[1] == 0
     page = command.page(run_of(shapes, **flags), [1, 2])
     assert "GB of a rank on its host" in page
 
