@@ -21,7 +21,7 @@ from common.config.parser import parse
 from common.record.run_folder import git_commit
 from common.record.terminal import run_command
 from experiments.explain.numbers import explain
-from experiments.explain.page import formulas, page, with_links
+from experiments.explain.page import formulas, page, with_places
 from experiments.explain.trace import trace_step
 from experiments.runs.stages import config_class
 
@@ -63,11 +63,10 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
                 raise config.refused(name, f"{value}: the page has no formulas of others")
         distributed.start()
         trace = trace_step(resolve_name(f"train_{stage}.main"), config, functions)
-    content = with_links(explain(trace, config, stage), trace, texts)
-    unused = (
-        () if "kept" in content["quantities"] else ("rejection_method", "rejection_temperature")
-    )
-    settings = {name: getattr(config, name) for name in texts["settings"] if name not in unused}
+    content = with_places(explain(trace, config, stage), trace, texts)
+    settings = {name: getattr(config, name) for name in texts["settings"]}
+    if "kept" not in content["quantities"]:
+        settings = {k: v for k, v in settings.items() if not k.startswith("rejection_")}
     commit, _, changed = (git_commit() or "unknown").partition("-")
     content["facts"] = {
         "command": " ".join(["python -m experiments.explain", script, *flags]),

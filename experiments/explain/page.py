@@ -1,10 +1,7 @@
-"""The page of a step: its JSON, links to formulas and lines of code, and the HTML around it."""
+"""The page of a step: its JSON with formulas and lines of code, and the HTML around it."""
 
 import inspect
 import json
-import re
-import subprocess
-from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from string import Formatter
@@ -14,12 +11,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.config.recipes import read_recipe
 from common.padding import PaddedBatch
-from common.record.run_folder import git_commit
 from experiments.explain.trace import Trace
 from experiments.runs.stages import ROOT
 
 FOLDER = Path(__file__).parent
-DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>')
 
 
 def formulas(stage: str) -> dict[str, Any]:
@@ -29,48 +24,16 @@ def formulas(stage: str) -> dict[str, Any]:
     return {**texts[stage], "quantities": quantities}
 
 
-def code_line(function: str, code: str = "") -> dict[str, Any]:
-    """File, line and text of a function's head, or of the first line in it that holds `code`."""
+def code_line(function: str, code: str = "") -> dict[str, str]:
+    """File and text of a function's head, or of the first line in it that holds `code`."""
     target = inspect.unwrap(resolve_name(function))
-    lines, start = inspect.getsourcelines(target)
     code = code or f"def {target.__name__}("
-    matches = [(number, line.strip()) for number, line in enumerate(lines, start) if code in line]
-    if not matches:
-        raise LookupError(f"{function} has no line with {code!r}")
     file = Path(target.__code__.co_filename).resolve().relative_to(ROOT).as_posix()
-    number, text = matches[0]
-    return {"function": function, "code": code, "file": file, "line": number, "text": text}
+    text = next(line for line in inspect.getsourcelines(target)[0] if code in line)
+    return {"function": function, "code": code, "file": file, "text": text.strip()}
 
 
-def find_lines_again(file: Path) -> None:
-    """Write a recorded page anew with functions and lines as they are now; its numbers stay.
-
-    A line that is no longer there stays as it was, until the step is explained anew.
-    """
-    content = json.loads(DATA.findall(file.read_text(encoding="utf-8"))[0])
-    content["repository"] = re.sub(r"/blob/\w+/$", "/blob/HEAD/", content["repository"])
-    texts = formulas(content["stage"])
-    boxes = {box["about"]: box for box in texts["flow"]}
-    places = [(place, boxes.get(place["about"], place)) for place in content["boxes"]]
-    for name, place in content["quantities"].items():
-        places.append((place, texts["quantities"].get(name, place)))
-    for place, today in places:
-        with suppress(LookupError, AttributeError, ImportError):
-            place |= code_line(today["function"], today.get("code", ""))
-    file.write_text(page(content), encoding="utf-8")
-
-
-def repository() -> str:
-    """Address of the commit's files on GitHub; empty without such a remote or with changes."""
-    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
-    url = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    name = re.fullmatch(r"(?:https://|git@)github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?", url)
-    commit = git_commit() or "-dirty"
-    is_there = name and not commit.endswith("-dirty")
-    return f"https://github.com/{name[1]}/blob/{commit}/" if name and is_there else ""
-
-
-def with_links(numbers: dict[str, Any], trace: Trace, texts: dict[str, Any]) -> dict[str, Any]:
+def with_places(numbers: dict[str, Any], trace: Trace, texts: dict[str, Any]) -> dict[str, Any]:
     """The page's data: the numbers, where each comes from, and the boxes of the drawing."""
     records = [*numbers["completions"], *numbers["prompts"], *numbers["pairs"], numbers["step"]]
     present = {name for one in records for name in [*one, *one.get("tokens", ())]}
@@ -90,7 +53,7 @@ def with_links(numbers: dict[str, Any], trace: Trace, texts: dict[str, Any]) -> 
             if len(shape):
                 box["shape"] += f" = {tuple(shape)}"
             boxes.append(box | code_line(box["function"]))
-    return {"repository": repository(), "quantities": quantities, "boxes": boxes, **numbers}
+    return {"quantities": quantities, "boxes": boxes, **numbers}
 
 
 def page(content: dict[str, Any]) -> str:

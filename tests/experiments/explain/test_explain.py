@@ -1,7 +1,7 @@
 """Claim: every number on the page of a step is what plain transformers and arithmetic give.
 
 One step of each stage is explained on tiny models, with another model as reference. Its numbers are
-computed again, to 1e-5, without anything of `common`; a changed value and a line that has moved
+computed again, to 1e-5, without anything of `common`; a changed value and a line that is not there
 are noticed. About `experiments.explain`.
 """
 
@@ -11,18 +11,15 @@ import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny
 import torch
-from markupsafe import escape
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from common.errors import UserError
 from experiments.explain import __main__ as command
-from experiments.explain.page import DATA, find_lines_again
 
 ROOT = Path(__file__).resolve().parents[3]
 BETA, RATE, TEMPERATURE, MAX_NORM = 0.3, 1e-3, 0.7, 0.5
@@ -38,12 +35,12 @@ STAGES = {
     "--rejection_method gumbel --max_completion_length 9 --num_candidates 4 --num_generations 2",
 }
 REWARDS = "def score(completion_ids, **_): return [sum(ids) % 7 / 4 for ids in completion_ids]\n"
-RECORDED = sorted(ROOT.glob("assets/results/explain-*/*.html"))
 ROWS = [
     {"prompt": f"A {word} in the park.\n\nTL;DR:", "completion": f" a {word}", "chosen": f" {word}"}
     | {"rejected": " my park is sold"}
     for word in ("boss", "friend at the office", "guitar")
 ]
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>')
 Page = dict[str, Any]
 
 
@@ -68,8 +65,7 @@ def page(request: pytest.FixtureRequest, folder: Path) -> Page:
     """The page's data, and what computes it again."""
     stage = request.param
     flags = f"{COMMON} {STAGES[stage]} --learning_rate {RATE} --seed 1".split()
-    unknown = mock.patch("experiments.explain.page.repository", return_value="")  # no links to it
-    with tiny.working_directory(folder), unknown:
+    with tiny.working_directory(folder):
         text = command.write(f"train_{stage}.py", flags).read_text()
     assert len(text) < 300_000
     assert "http" not in text.replace("http-equiv", "")
@@ -241,37 +237,16 @@ def test_every_number_has_a_formula_and_its_line(page):
     assert names == page["quantities"].keys()
     for place in [*page["quantities"].values(), *page["boxes"]]:
         assert is_there(place), place
-        assert not is_there({**place, "line": place["line"] + 1}), place
-
-
-@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
-def test_a_recorded_page_points_to_the_lines_that_it_shows(file, tmp_path):
-    """After a change of the code: `python -m experiments.evidence.tables`, else the part anew."""
-    text = file.read_text()
-    recorded = data(text)
-    places = [*recorded["quantities"].values(), *recorded["boxes"]]
-    assert len(places) > 15
-    for place in places:
-        target = file.parent.name
-        advice = f"python -m experiments.evidence.tables, else make results PARTS={target}"
-        assert is_there(place), f"{place['file']}:{place['line']} has moved: {advice}"
-        assert f"{place['file']}:{place['line']}" in text
-        assert str(escape(place["text"])) in text
-    moved = tmp_path / file.name
-    moved.write_text(re.sub(r'"line":(\d+),"text":"[^"]', r'"line":1\1,"text":"', text))
-    assert not all(map(is_there, data(moved.read_text())["quantities"].values()))
-    find_lines_again(moved)
-    assert moved.read_text() == text
+        assert not is_there({**place, "text": place["text"][1:]}), place
 
 
 def is_there(place: Page) -> bool:
-    """Whether the line has the code and is shown, inside the function."""
+    """Whether a function of the name is in the file and has the line, which has the code."""
     text, name = (ROOT / place["file"]).read_text(), place["function"].rpartition(".")[2]
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    inside = [f for f in functions if f.name == name and f.lineno <= place["line"] <= f.end_lineno]
-    lines = text.splitlines()[place["line"] - 1 : place["line"]]
-    is_shown = [line.strip() for line in lines] == [place["text"]]
-    return len(inside) == 1 and is_shown and place["code"] in place["text"]
+    ranges = [slice(f.lineno - 1, f.end_lineno) for f in functions if f.name == name]
+    lines = [line.strip() for of_one in ranges for line in text.splitlines()[of_one]]
+    return place["text"] in lines and place["code"] in place["text"]
 
 
 def test_both_layouts_hold_the_tokens_at_their_positions(page):
