@@ -5,7 +5,7 @@
 The policy samples `num_candidates` completions of every prompt, the reward functions score them,
 and `pair_method` says who is compared: RSO's first-round ranking (Liu et al. 2023), the best with
 the worst, or `all`, six pairs of four (Rafailov et al. 2023, C.1). `output_dir` gets `train.jsonl`,
-and the held-out split's file if there is one: it is then a `dataset_name` of DPO and reward models.
+and `validation.jsonl` of a held-out split: it is then a `dataset_name` of DPO and reward models.
 
 The pairs are a function of the seed, the prompts and the weights, on any number of processes.
 Rewards are (N, K): N prompts with K candidates each. A pair is two indices of candidates, the
@@ -93,18 +93,18 @@ def main(config: PairsConfig) -> None:
         save_run_files(folder, config, distributed.world_size(), commit)
         (folder / "validation.jsonl").unlink(missing_ok=True)  # of an earlier command
 
-    # Prompts of each split, reward functions
+    # Prompts of each file, reward functions
     held_out = held_out_split(config, config.dataset_name, is_trained_on=True)
-    splits = {held_out: config.num_eval_rows} if held_out else {}
-    splits[config.dataset_train_split] = config.num_train_rows
-    names = file_names(config.dataset_train_split, held_out)
+    splits = {
+        "validation": (held_out, config.num_eval_rows),
+        "train": (config.dataset_train_split, config.num_train_rows),
+    }
     prompts = {
-        split: load_examples(config, config.dataset_name, split, "prompts", vocabulary, num_rows)
-        for split, num_rows in splits.items()
+        name: load_examples(config, config.dataset_name, split, "prompts", vocabulary, num_rows)
+        for name, (split, num_rows) in splits.items()
     }
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
-    for examples in prompts.values():
-        scorer.check_rows(examples)
+    scorer.check_rows(prompts["train"], prompts["validation"])
 
     # Policy
     lm = load.load_policy(path, model_config, config)
@@ -114,11 +114,10 @@ def main(config: PairsConfig) -> None:
     sampler_class = EngineSampler if config.rollout_server else Sampler
     sampler = sampler_class(policy, vocabulary, config)
 
-    for split, examples in prompts.items():
-        pairs = sample_pairs(examples, sampler, scorer, config, vocabulary)
-        if distributed.is_rank0():
-            write_rows(folder, names[split], pairs)
-        distributed.barrier()
+    for name, examples in prompts.items():
+        pairs = sample_pairs(examples, sampler, scorer, config, vocabulary) if examples else []
+        if pairs and distributed.is_rank0():
+            write_rows(folder, name, pairs)
 
 
 def sample_pairs(
@@ -294,14 +293,6 @@ def informative_pairs(
         f"of the rejected {fmean(p.rejected_reward for p in selected):.3f}"
     )
     return selected
-
-
-def file_names(train_split: str, held_out: str) -> dict[str, str]:
-    """The name of each split's file: of `train[:480]` train; two slices of one split differ."""
-    names = {split: split.partition("[")[0] for split in (train_split, held_out)}
-    if held_out and names[held_out] == names[train_split]:
-        names[held_out] = "validation"
-    return names
 
 
 def write_rows(folder: Path, name: str, pairs: Iterable[Pair]) -> None:

@@ -147,14 +147,6 @@ def test_a_text_keeps_the_stop_that_training_does_not_append():
     assert texts == [tokenizer.decode(ids) for ids in ([5], [5, other], [5, 6])]
 
 
-@pytest.mark.parametrize(
-    ("held_out", "name"), [("", ""), ("validation", "validation"), ("train[480:]", "validation")]
-)
-def test_each_split_has_a_file_of_its_name(held_out, name):
-    names = sample_pairs.file_names("train[:480]", held_out)
-    assert (names["train[:480]"], names[held_out]) == ("train", name)
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 REWARD_FUNCTION = """
@@ -177,7 +169,7 @@ def test_sampled_pairs_do_not_depend_on_the_ranks(tmp_path, tokenizer_folder):
     (tmp_path / "judge.py").write_text(REWARD_FUNCTION)
     rows = [{"prompt": f"A story about number {i % 4}.\n\nTL;DR:"} for i in range(NUM_PROMPTS)]
     tiny.write_rows(tmp_path / "rows" / "train.jsonl", rows)
-    tiny.write_rows(tmp_path / "rows" / "validation.jsonl", rows[:3])
+    tiny.write_rows(tmp_path / "rows" / "test.jsonl", rows[:3])
     flags: dict[str, Any] = {
         "model_name_or_path": str(tmp_path / "start"),
         "dataset_name": str(tmp_path / "rows"),
