@@ -70,8 +70,6 @@ def main() -> None:
     parser.add_argument("--max_completion_length", type=int, help="tokens (default: the run's)")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
-    if flags.temperature < 0 or flags.max_completion_length == 0:
-        parser.error("the temperature must not be negative, nor the completion length 0")
     distributed.quieten()
     policies = {path: load_policy(path, flags) for path in (flags.model, flags.compare) if path}
     with contextlib.suppress(EOFError):
@@ -79,10 +77,6 @@ def main() -> None:
             for path, (lm, tokenizer, sample) in policies.items():
                 print(f"[{path}]", flush=True)
                 ids = prompt_ids(line.replace("\\n", "\n"), sample, tokenizer)
-                limit = checks.max_positions(lm.config)
-                if limit and len(ids) + lm.generation_config.max_new_tokens > limit:
-                    print(f"The prompt has {len(ids)} tokens, too many for {limit} positions.")
-                    continue
                 inputs = torch.tensor([ids], device=lm.device)
                 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
                 set_seed(flags.seed + number)
