@@ -8,8 +8,6 @@ the worst, or `all`, six pairs of four (Rafailov et al. 2023, C.1). `output_dir`
 and `validation.jsonl` of a held-out split: it is then a `dataset_name` of DPO and reward models.
 
 The pairs are a function of the seed, the prompts and the weights, on any number of processes.
-Rewards are (N, K): N prompts with K candidates each. A pair is two indices of candidates, the
-winner's first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -115,7 +113,7 @@ def main(config: PairsConfig) -> None:
     sampler = sampler_class(policy, vocabulary, config)
 
     for name, examples in prompts.items():
-        pairs = sample_pairs(examples, sampler, scorer, config, vocabulary) if examples else []
+        pairs = sample_pairs(examples, sampler, scorer, config) if examples else []
         if pairs and distributed.is_rank0():
             write_rows(folder, name, pairs)
 
@@ -125,7 +123,6 @@ def sample_pairs(
     sampler: Sampler,
     scorer: RewardFunctions,
     config: PairsConfig,
-    vocabulary: Vocabulary,
 ) -> "list[Pair]":
     """Sample completions of the prompts, score and pair them. Collective."""
     order = data.BatchOrder.of_training(config, prompts)
@@ -156,7 +153,7 @@ def sample_pairs(
             ),
             texts=rollouts.numbered(len(examples)),
         )  # (N, P, 2)
-        texts = texts_with_stops(rollouts, vocabulary)
+        texts = texts_with_stops(rollouts, sampler.vocabulary)
         pairs += as_pairs(examples, is_real, texts, rewards, chosen_pairs)
         all_rewards += rewards[is_real].flatten().tolist()
         bar.update()
@@ -178,7 +175,7 @@ def texts_with_stops(rollouts: Rollouts, vocabulary: Vocabulary) -> list[str]:
 
 
 def choose_pairs(
-    rewards: Tensor,  # (N, K), raw
+    rewards: Tensor,  # (N, K), raw: N prompts with K candidates each
     *,
     method: str,
     num_accepted: int,  # even, at most K; for `rso_tournament`, which makes half as many pairs
@@ -268,12 +265,9 @@ def as_pairs(
 def informative_pairs(
     pairs: Sequence[Pair], all_rewards: Sequence[float], num_prompts: int
 ) -> list[Pair]:
-    """The pairs of unequal rewards without a blank text, by prompt; rank 0 prints the counts.
+    """The pairs of unequal rewards without a blank text, by prompt; a UserError if there is none.
 
-    `all_rewards` are those of every candidate.
-
-    Raises:
-        UserError: there is none.
+    Rank 0 prints the counts. `all_rewards` are those of every candidate.
     """
     unequal = [pair for pair in pairs if pair.chosen_reward != pair.rejected_reward]
     selected = [pair for pair in unequal if pair.chosen.strip() and pair.rejected.strip()]
@@ -296,7 +290,7 @@ def informative_pairs(
 
 
 def write_rows(folder: Path, name: str, pairs: Iterable[Pair]) -> None:
-    """Write the pairs of a split as rows of any stage."""
+    """Write pairs as rows of any stage, without the number of the prompt's row."""
     columns = ({name: value for name, value in vars(p).items() if name != "row"} for p in pairs)
     write_atomically(folder / f"{name}.jsonl", map(json_line, columns))
 

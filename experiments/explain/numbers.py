@@ -6,9 +6,9 @@ here, from what was traced: a mean and a standard deviation, sigmoids, sums and 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,20 +60,17 @@ def groups_of(trace: Trace, batch: AnyBatch) -> Any:
 
 def layout(batch: AnyBatch, vocabulary: Vocabulary) -> Record:
     """Ids and positions of a batch, flattened; a letter for the kind of each, - for padding."""
-    ids, lengths = batch.input_ids, batch.completion_mask.sum(1).tolist()
+    ids, mask = batch.input_ids.numpy(), batch.completion_mask.numpy()
+    kinds = np.full(ids.shape, "p")
     if isinstance(batch, PaddedBatch):
-        kinds = [["p" if is_token else "-" for is_token in row] for row in batch.attention_mask]
-        start = ids.shape[1] - batch.completion_mask.shape[1]
-        ends = [(row, start + length) for row, length in enumerate(lengths)]
+        kinds[~batch.attention_mask.numpy()] = "-"
+        kinds[:, -mask.shape[1] :][mask] = "c"
     else:
-        kinds = [["p"] * ids.shape[1]]
-        ends = [(0, column + 1) for column in batch.last.tolist()]
-    for (row, end), length in zip(ends, lengths, strict=True):
-        kinds[row][end - length : end] = "c" * length
-        if int(ids[row, end - 1]) in vocabulary.stop_ids:
-            kinds[row][end - 1] = "s"
+        for last, length in zip(batch.last.tolist(), mask.sum(1), strict=True):
+            kinds[0, last + 1 - length : last + 1] = "c"
+    kinds[(kinds == "c") & np.isin(ids, vocabulary.stop_ids)] = "s"
     flat = {"ids": ids.flatten().tolist(), "positions": batch.position_ids.flatten().tolist()}
-    return {"shape": [*ids.shape], **flat, "kinds": "".join(chain(*kinds))}
+    return {"shape": [*ids.shape], **flat, "kinds": "".join(kinds.flat)}
 
 
 # ---- records -------------------------------------------------------------------------------------

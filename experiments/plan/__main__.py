@@ -37,11 +37,7 @@ def main() -> None:
 
 
 def page(run: Run, all_ranks: Sequence[int]) -> str:
-    """The plan as text: sizes, operations, and tables by number of ranks.
-
-    Raises:
-        UserError: the run would be refused on one of these numbers of ranks.
-    """
+    """The plan as text: sizes, operations, and tables by number of ranks."""
     config = run.config
     for ranks in all_ranks:
         distributed.refuse_replicas(config.num_replicas, ranks)

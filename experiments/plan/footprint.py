@@ -91,9 +91,7 @@ def of_model(
 ) -> Footprint:
     """The footprint of the model at a path, from its configuration only.
 
-    Raises:
-        UserError: there is no such model, its memory depends on the data as that of a mixture of
-            experts, or its attention cannot be counted.
+    A UserError says that there is none, or that its memory depends on the data.
     """
     tokenizer = None
     if path.endswith(".json") and config.tokenizer_name_or_path:  # then it sets the vocabulary
@@ -218,11 +216,7 @@ class Count:
 
 
 def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig) -> Count:
-    """Numbers that the graph of one forward pass keeps, in the compute dtype.
-
-    Raises:
-        UserError: the model has another attention, or computes what depends on its data.
-    """
+    """The storages that the graph of one forward pass keeps, in the compute dtype."""
     if config.bf16:
         lm.to(torch.bfloat16)
     fsdp.fuse_gelu(lm)

@@ -153,10 +153,7 @@ def update_moments(run: Run, base: Columns) -> list[Moment]:
 
 
 def unit_gradients(run: Run, num_trained: int) -> float:
-    """A unit's whole gradients in the compute dtype, and what they are reduced from, in float32.
-
-    FSDP lets go of one unit's before it makes the next one's.
-    """
+    """One FSDP unit's whole gradients in the compute dtype, and what they are reduced from."""
     return 0.0 if run.is_plain else float(num_trained * (run.number_bytes + FLOAT32))
 
 
@@ -204,10 +201,7 @@ def scoring_moment(run: Run, name: str, model: Footprint, base: Columns) -> Mome
 
 
 def sampling_moments(run: Run, base: Columns) -> list[Moment]:
-    """GRPO's rollouts and their rewards; else the printed samples.
-
-    What a server that samples takes is not counted.
-    """
+    """GRPO's rollouts, unless a server samples, and their rewards; else the printed samples."""
     config = run.config
     if not isinstance(config, GRPOConfig):
         if not (isinstance(config, SamplingConfig) and config.num_sample_prompts):
@@ -327,11 +321,8 @@ def saved_bytes(run: Run) -> float:
 
 
 def export_bytes(run: Run) -> float:
-    """On rank 0 the whole model that is written, and a copy of its bytes by safetensors.
-
-    In one plain process on a CPU the first is the model itself.
-    """
-    is_there = run.is_plain and not run.on_gpu
+    """On rank 0 the whole model that is written, and a copy of its bytes by safetensors."""
+    is_there = run.is_plain and not run.on_gpu  # as the model that was trained
     return float(FLOAT32 * run.policy.numbers() * (1 if is_there else 2))
 
 

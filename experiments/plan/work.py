@@ -75,11 +75,7 @@ class Run:
 
 
 def make_run(config: TrainConfig, *, on_gpu: bool) -> Run:
-    """Count the models of a run, from their configurations.
-
-    Raises:
-        UserError: a model is not there, or cannot be counted.
-    """
+    """Count the models of a run, from their configurations."""
     if config.layout != "shared_prefix":
         raise config.refused("layout", "shared_prefix, whose batches a plan counts")
     path = config.model_name_or_path
