@@ -1,10 +1,7 @@
-"""Claim: what holds for the examples of the other tests holds for any lengths, texts and files.
+"""Claim: what holds for the rows and files of the other tests holds for any.
 
-Drawn by hypothesis, the same cases in every run. A score does not depend on the other rows of the
-batch; no cut is too long. A file, whatever is in it, is read or refused in one sentence.
-That the two layouts score any shape alike is in `test_layouts.py`, that a cut keeps header and cue
-in `test_data.py`, what a completion and its noise depend on in `test_generation.py` and
-`test_noise.py`. About `common.forward` and `common.text.reading`.
+Drawn by hypothesis: no cut is too long, and any file is read or refused in one sentence. About
+`common.text.reading`.
 """
 
 import gzip
@@ -14,55 +11,21 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.forward import Policy
-from common.padding import MAKERS, padded_batch
 from common.text.data_report import refuse_lossy
 from common.text.reading import load_examples, load_rows
 from common.text.schemas import COMPLETION_COLUMNS, Row, is_messages
 from common.text.tokenise import tokenize_rows
 
 pytestmark = pytest.mark.usefixtures("process_group")
-LAYOUTS = st.sampled_from(["padded", "shared_prefix"])
-GROUPS = st.lists(  # lengths of a prompt and of its completions
-    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 8), min_size=1, max_size=3)),
-    min_size=1,
-    max_size=4,
-)
-
-
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return Policy(tiny.causal_lm("gpt2")).eval()  # learned positions: a wrong one shows
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("properties")
-
-
-@settings(max_examples=15)
-@given(groups=GROUPS, layout=LAYOUTS, pad_id=st.integers(0, 60))
-def test_a_score_does_not_depend_on_what_pads_the_row(policy, groups, layout, pad_id):
-    """Each completion in its batch against the same one alone, without any padding."""
-    examples = tiny.ragged_examples([(prompt, *lengths) for prompt, lengths in groups])
-    prompts = [example.prompt_ids for example in examples]
-    completions = [example.completions for example in examples]
-    with torch.no_grad():
-        batch = MAKERS[layout](prompts, completions, pad_id)
-        batched = tiny.per_row(policy(batch).token_logps, batch.completion_mask)
-        alone = []
-        for prompt, group in zip(prompts, completions, strict=True):
-            for ids in group:
-                one = padded_batch([prompt], [[ids]], pad_id)
-                assert one.attention_mask.all()
-                alone.append(policy(one).token_logps[0])
-    for scores, expected in zip(batched, alone, strict=True):
-        torch.testing.assert_close(scores, expected, rtol=0, atol=tiny.rounding(policy.lm))
 
 
 EOS = "<|endoftext|>"

@@ -64,13 +64,6 @@ def checked(model: nn.Module, **fields: Any) -> None:
     self_checks.only_tokens_matter(model, tiny.train_config(**(LENGTHS | fields)))
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
-def test_a_model_that_pads_well_is_accepted(family, layout):
-    for model in (Policy(tiny.causal_lm(family)), RewardModel(tiny.classifier(family))):
-        checked(sharded(model), layout=layout)
-
-
 @pytest.mark.parametrize(
     ("family", "ignored"),
     [("gpt2", "position_ids"), ("gpt2", "attention_mask"), ("llama", "attention_mask")],

@@ -2,12 +2,10 @@
 
 Two ranks hold their parts of the model that transformers reads, and their gradients are the sums
 that autograd gives on one process; when they are reduced is in `test_shard_gradients`. Parts that
-are swapped for quicker ones compute the same and leave no trace in an exported model. The replica
-has the policy's weights, draws what one process draws, and needs no other rank. About
-`common.model.fsdp` and `common.model.rollout_copy`.
+are swapped for quicker ones compute the same. The replica has the policy's weights, draws what one
+process draws, and needs no other rank. About `common.model.fsdp` and `common.model.rollout_copy`.
 """
 
-import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,7 +25,6 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from common import distributed, self_checks
-from common.checkpoint import export
 from common.config.dpo import DPOConfig
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load, optim
@@ -164,31 +161,6 @@ def test_packing_is_undone(family: str) -> None:
             assert num_packed == 2 * (4 if family == "gpt2" else 7) + 1
             assert not [module for module in lm.modules() if isinstance(module, nn.Linear | Conv1D)]
     assert {name: type(module) for name, module in lm.named_modules()} == before
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
-def test_an_exported_model_is_transformers_own(tmp_path: Path, family: str, layout: str) -> None:
-    """Nothing of what was swapped is in its config; read back by transformers it computes alike."""
-    distributed.start()
-    lm = tiny.causal_lm(family, is_plain=True)
-    lm.save_pretrained(tmp_path / "before")
-    ids = torch.tensor([tiny.random_ids(9, seed=1)])
-    with torch.no_grad():
-        expected = lm(input_ids=ids.to(distributed.device())).logits.cpu()
-    policy = fsdp.shard(Policy(lm), tiny.train_config(layout=layout), distributed.mesh())
-    export.save_pretrained(policy, tiny.vocabulary([0]), tmp_path / "after")
-    configs = [
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("before", "after")
-    ]
-    assert configs[1] == configs[0]
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
-    assert again.config._attn_implementation != "shared_prefix"
-    if family == "gpt2":
-        assert type(again.transformer.h[0].mlp.act) is NewGELUActivation
-    with torch.no_grad():
-        logits = again(input_ids=ids).logits
-    torch.testing.assert_close(logits, expected, rtol=0, atol=tiny.rounding(again))
 
 
 def test_only_frozen_models_are_offloaded_where_only_they_are_asked_for() -> None:

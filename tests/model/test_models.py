@@ -143,6 +143,9 @@ def test_an_exported_policy_is_the_trained_one(family, is_tied, tmp_path):
         assert not torch.equal(target, initial.get_parameter(name)), f"{name} was not trained"
     ties = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     assert ties == is_tied
+    plain = tiny.causal_lm(family, is_plain=True)  # nothing that was swapped for speed is left
+    assert list(map(type, loaded.modules())) == list(map(type, plain.modules()))
+    assert loaded.config._attn_implementation == plain.config._attn_implementation
     if not config.bf16:
         with torch.no_grad():
             logps = Policy(loaded)(batch).token_logps, policy(batch).token_logps
