@@ -57,25 +57,6 @@ def test_group_advantages_by_hand(baseline: str, centred: list[list[float]]):
         close(advantages.group_advantages(REWARDS.double() + 1e6), ours("group"))
 
 
-def test_scaled_by_the_mean_of_rewards_of_0_and_1_the_gradient_is_that_of_the_log_likelihood():
-    """By enumeration, for a success rate p: the sum of (1 - p)^(k - 1) for k up to G - 1.
-
-    These are the first terms of 1 / p, the gradient of log p (Tajwar et al. 2026). The term of
-    order G is missing, since a group without a success adds nothing.
-    """
-    group = [list(rewards) for rewards in itertools.product((0.0, 1.0), repeat=4)]
-    scaled = advantages.group_advantages(torch.tensor(group), scale="mean").double()  # (16, 4)
-    assert (scaled[0] == 0).all()
-    for p in (0.05, 0.3, 0.8):
-        chances = torch.tensor([p ** sum(g) * (1 - p) ** (4 - sum(g)) for g in group]).double()
-        # d log P(r) / dp of each completion: 1 / p of a success, -1 / (1 - p) of a failure
-        scores = torch.tensor([[1 / p if r else -1 / (1 - p) for r in g] for g in group]).double()
-        slope = (chances[:, None] * scaled * scores).sum() / 4
-        expected = sum((1 - p) ** (k - 1) for k in range(1, 4))
-        assert slope.item() == pytest.approx(expected, rel=1e-6)
-        assert slope.item() < 1 / p
-
-
 def test_objectives_are_normalised_one_by_one_by_hand():
     # GDPO's example: 0 and 1, 0 and 1 of two rewards that agree, and of two of which one is equal.
     # By group each reward is -1 and 1 over sqrt 2; the sum of two is 2 or 1 of that.

@@ -16,9 +16,8 @@ from torch import Tensor
 from trl.experimental.cpo import CPOTrainer
 
 from common import losses
-from common.advantages import group_advantages, normalise_globally
+from common.advantages import group_advantages
 from common.forward import Policy
-from common.objectives.kinds import Advantages
 from common.objectives.policy.sampler_weights import CORRECTIONS, sampler_weights
 from common.padding import padded_batch
 from experiments.evidence.conformance.case import CASES, OurCase, compute
@@ -147,19 +146,6 @@ def test_losses_of_trls_cpo_are_ours_without_a_reference(loss_type: str):
     gradients = [torch.autograd.grad(x.mean(), leaf, retain_graph=True)[0] for x in (ours, trl)]
     assert gradients[1].abs().max() > 1e-4
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
-
-
-def test_gdpo():
-    """Three functions, one of which applies to no completion of the second prompt."""
-    rewards = torch.stack([REWARDS, REWARDS.flip(0).square(), REWARDS.roll(1, 1)])
-    weights = [1.0, 0.3, -0.5]
-    filled = rewards.clone()
-    rewards[2, 1], filled[2, 1] = torch.nan, 0.0
-    summed = Advantages.find(["gdpo"])(filled, weights)
-    ours = normalise_globally(summed, torch.ones_like(summed).bool(), lambda sums: sums)
-    trl = TrlCase(rewards=rewards).rollout(**trl_code.by_function(weights))["advantages"]
-    torch.testing.assert_close(ours.flatten(), trl, rtol=1e-5, atol=1e-5)
-    assert (ours - summed).abs().max() > 0.1  # the batch counts
 
 
 def test_kl_in_the_reward_is_trls_rloo():

@@ -256,31 +256,6 @@ def test_drift_pulls_the_log_prob_back_to_that_of_the_sampler():
     close(logps.grad, [[-0.5, 0.0, 2.0, 0.0]])
 
 
-OBJECTIVES = ("cispo", "clip", "dppo", "gspo", "sapo")
-
-
-def test_policy_gradient_at_ratio_one_is_reinforce():
-    """On a softmax policy: d(-A log p_a)/d logits = A (p - onehot(a)), derived by hand."""
-    logits = torch.randn(3, 4, VOCABULARY, generator=torch.Generator().manual_seed(7)).double()
-    actions = torch.randint(VOCABULARY, (3, 4), generator=torch.Generator().manual_seed(8))
-    advantages = torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]).bool()
-    one_hot = torch.nn.functional.one_hot(actions, VOCABULARY)
-    expected = advantages[:, None, None] * (logits.softmax(-1) - one_hot) * mask[..., None] / 7
-    for ratio_level in losses.RATIO_LEVELS:
-        leaf = logits.clone().requires_grad_()
-        logps = leaf.log_softmax(-1).gather(-1, actions[..., None])[..., 0]
-        for old in (logps, logps.detach()):
-            loss = losses.policy_loss(logps, old, advantages, mask, ratio_level=ratio_level)
-            close(loss, -advantages[:, None] * mask)
-            for objective in OBJECTIVES:
-                loss_of = PolicyObjective.find([objective])
-                values, _ = loss_of(logps, old, old, advantages, mask)
-                total = losses.aggregate(values, mask, aggregation="token")
-                (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
-                close(gradient, expected, 1e-10)
-
-
 # ratio, advantage, options -> loss, d loss / d log pi (-ratio A where no bound is active)
 CLIPPING = [
     (1.1, 1.0, {}, -1.1, -1.1),
@@ -406,30 +381,6 @@ def test_the_clip_acts_on_the_ratio_of_each_level():
     close(torch.stack(by_level)[:, 0], [[4.0, 1.0, 0.0], [2.0, 2.0, 0.0]])
     gain = losses.policy_loss(*terms, ones, mask, ratio_level="sequence")
     close(gain[0], [-1.2, -1.2, 0.0])
-
-
-def test_sequence_gradient_is_that_of_the_geometric_mean():
-    """GSPO eq. 5 and 7 written out and differentiated through the mean, one advantage per row."""
-    generator = torch.Generator().manual_seed(9)
-    old = torch.randn(4, 6, generator=generator, dtype=torch.float64) - 3
-    mask = torch.arange(6) < torch.tensor([6, 4, 1, 3])[:, None]
-    advantages = torch.tensor([1.0, -2.0, 0.5, -1.0], dtype=torch.float64)
-    shift = 0.3 * torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    for aggregation in ("grpo", "token", "constant"):
-        logps = (old + shift).requires_grad_()
-        per_token = losses.policy_loss(logps, old, advantages, mask, ratio_level="sequence")
-        losses.aggregate(per_token, mask, aggregation=aggregation).backward()
-
-        literal = (old + shift).requires_grad_()
-        rows = [(literal[i] - old[i])[mask[i]].mean().exp() for i in range(4)]
-        objective = torch.stack(
-            [torch.min(s * a, s.clamp(0.8, 1.2) * a) for s, a in zip(rows, advantages, strict=True)]
-        )
-        lengths = mask.sum(1).double()
-        weights = {"grpo": torch.full((4,), 0.25), "token": lengths / 14, "constant": lengths / 24}
-        (-(objective * weights[aggregation]).sum()).backward()
-        assert literal.grad.abs().sum() > 0
-        close(logps.grad, literal.grad, 1e-10)
 
 
 def test_token_advantages_are_used_token_by_token():
