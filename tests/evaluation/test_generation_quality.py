@@ -6,7 +6,6 @@ the file; the same lines from 1 and from 2 ranks. About `common.evaluation.measu
 """
 
 import json
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import ranks
 import tiny
 import torch
 from rouge_score.rouge_scorer import RougeScorer
-from test_win_rates import penalised
 from transformers import AutoModelForCausalLM
 
 import evaluate
@@ -280,44 +278,17 @@ def test_a_judge_that_fails_loses_nothing_that_was_measured_before_it(folder, re
     assert all((scores[name] == whole[name]).all() for name in scores)
 
 
-def test_the_file_holds_what_is_needed_to_recompute_the_win_rates(results, lines):
-    rates = {(r["a"], r["b"], r["judge"]): r for r in results["win_rates"]}
+def test_verdicts_are_those_of_the_judge(results, lines):
+    """`test_win_rates.py` has what becomes of them."""
     pairs = [("dpo", "sft"), ("sft", REFERENCE), ("dpo", REFERENCE)]
-    assert set(rates) == {(*p, j) for p in pairs for j in ("reward", "bonus", "length", "longer")}
-    num_controlled = 0
-    for a, b, judge in rates:
-        wins, differences = [], []
-        for line in lines:
-            sides = line["systems"] | {REFERENCE: line["reference"]}
-            if judge == "longer":
-                given = [v for v in line["verdicts"] if {v["a"], v["b"]} == {a, b}]
-                value = None
-                if given:
-                    value = given[0]["a_wins"] if given[0]["a"] == a else 1 - given[0]["a_wins"]
-                    lengths = [len(sides[name]["completion"]) for name in (a, b)]
-                    assert value == 0.5 + 0.5 * np.sign(lengths[0] - lengths[1])
-            elif sides[a] is None or sides[b] is None:
-                value = None
-            else:
-                rewards = [sides[name]["rewards"][judge] for name in (a, b)]
-                value = None if None in rewards else 0.5 + 0.5 * np.sign(rewards[0] - rewards[1])
-            if value is not None:
-                wins.append(value)
-                differences.append(sides[a]["num_tokens"] - sides[b]["num_tokens"])
-        rate = rates[a, b, judge]
-        assert rate["win_rate"] == pytest.approx(np.mean(wins))
-        assert rate["num_not_judged"] == len(lines) - len(wins) > 0 or judge in ("reward", "length")
-        assert rate["low"] <= rate["win_rate"] <= rate["high"]
-        assert rate["length_difference"] == pytest.approx(np.mean(differences))
-        if len(set(wins)) == 1:  # every resample would say the same
-            assert rate["length_controlled"] is None
-            continue
-        covariate = np.tanh(np.array(differences) / (np.std(differences) or 1))
-        theta, _ = penalised(covariate, np.array(wins), np.ones(len(wins)))
-        expected = 1 / (1 + math.exp(-theta))
-        assert rate["length_controlled"]["win_rate"] == pytest.approx(expected, abs=1e-4)
-        num_controlled += 1
-    assert num_controlled >= 3
+    rates = {(r["a"], r["b"], r["judge"]) for r in results["win_rates"]}
+    assert rates == {(*p, j) for p in pairs for j in ("reward", "bonus", "length", "longer")}
+    for line in lines:
+        sides = line["systems"] | ({REFERENCE: line["reference"]} if line["reference"] else {})
+        assert len(line["verdicts"]) == (0 if line["id"] == 5 else {2: 1, 3: 3}[len(sides)])
+        for one in line["verdicts"]:
+            lengths = [len(sides[one[side]]["completion"]) for side in "ab"]
+            assert one["a_wins"] == 0.5 + 0.5 * np.sign(lengths[0] - lengths[1])
 
 
 def test_several_samples_of_rows_without_pairs(folder, lines, monkeypatch):

@@ -167,18 +167,6 @@ def test_ties_narrow_the_interval_and_it_covers_still():
     assert width < 0.5 * (high - low)
 
 
-def test_rows_of_a_prompt_widen_the_interval_and_it_covers_still():
-    def draw(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        prompts = np.repeat(np.arange(60), 4)
-        share = generator.choice([0.4, 0.95], 60)[prompts]
-        return (generator.random(240) < share).astype(float), prompts
-
-    held, width = coverage(np.random.default_rng(1), draw, 0.675)
-    assert 0.93 <= held <= 0.97
-    low, high = proportion_confint(162, 240, alpha=0.05, method="wilson")
-    assert width > 1.2 * (high - low)
-
-
 def test_what_was_not_measured_is_left_out_of_a_mean():
     found = mean_over_prompts([1.0, None, 3.0], ["x", "x", "y"])
     assert (found.mean, found.count) == (2.0, 2)
