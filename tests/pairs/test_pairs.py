@@ -68,14 +68,6 @@ def test_opponents_are_random_whatever_their_rewards():
         assert abs(count / len(SEEDS) - 1 / 3) < 4 * (2 / 9 / len(SEEDS)) ** 0.5
 
 
-def test_a_prompt_s_pairs_do_not_depend_on_its_batch():
-    generator = torch.Generator().manual_seed(1)
-    rewards, seeds = torch.randn(6, 8, generator=generator), torch.arange(6) + 40
-    together = choose(rewards, "rso_tournament", 4, seeds)
-    apart = [choose(rewards[i : i + 1], "rso_tournament", 4, seeds[i : i + 1]) for i in range(6)]
-    assert torch.equal(together, torch.cat(apart))
-
-
 @pytest.mark.parametrize("method", ["rso_tournament", "all"])
 def test_equal_texts_are_one_before_pairs_are_drawn(method: str):
     """Of a, a, b, b two are accepted: always a and b, of which a wins; and no text meets itself."""
@@ -112,15 +104,6 @@ def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted(capsys):
     assert "mean reward of 6 candidates of 3 prompts 0.500, of the chosen 1.000, of" in said
     with pytest.raises(UserError, match="all candidates of a prompt have the same reward"):
         sample_pairs.informative_pairs([], [], 1)
-
-
-def test_pairs_of_all_ranks_stand_in_the_order_of_the_prompts():
-    texts, rewards = [" a", " b", " c", " d"], torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    chosen = torch.tensor([[[0, 1]], [[0, 1]]])
-    pairs = sampled([3, 0], texts, rewards, chosen)
-    pairs += sampled([2, 1], texts, rewards, chosen)
-    kept = sample_pairs.informative_pairs(pairs, rewards.flatten().tolist(), 4)
-    assert [pair.row for pair in kept] == [0, 1, 2, 3]
 
 
 def test_written_pairs_are_rows_of_every_stage(tmp_path):

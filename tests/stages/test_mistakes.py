@@ -1,15 +1,12 @@
 """Claim: the mistakes that users make end in one clear sentence and the exit status 2.
 
-The sentence names the flag, or the file and its row, the value, and what is allowed; nothing has
-been written by then, the folder of the run is not even made. The table of `MISTAKES` runs the
-stages as a user does, but in this process: nearly all are refused before any weights are read. Some
-run as real commands, alone and under torchrun, where the sentence is printed once. The malformed
-things themselves are in `mistakes.py`. About `common.errors` and `common.config.parser`.
+Nothing has been written by then. `MISTAKES` runs the stages as a user does, but in this process;
+some run as real commands. The malformed things themselves are in `mistakes.py`. About
+`common.errors` and `common.config.parser`.
 """
 
 import gzip
 import importlib
-import json
 import re
 import shutil
 import subprocess
@@ -192,26 +189,6 @@ def test_the_good_input_is_not_refused(folder, monkeypatch):
     """The control: without the bad value every stage goes on to load weights."""
     for stage in STAGES:
         reaches_weights(stage, {"output_dir": "good"}, monkeypatch)
-
-
-@pytest.mark.parametrize("name", ["bom", "long", "extra", "windows", "blank_lines", "doubled"])
-def test_odd_but_good_rows_are_read(name, folder, monkeypatch, capsys):
-    line = json.dumps(mistakes.SFT)
-    words = "word after word. " * 12_000
-    long = {"prompt": f"TITLE: a\n\nPOST: {words}\n\nTL;DR:", "n": words * 50}  # 10 MB, of a line
-    texts = {
-        "bom": "\ufeff" + f"{line}\n" * 3,
-        "long": f"{line}\n{json.dumps(mistakes.SFT | long)}\n{line}\n",
-        "extra": json.dumps({**mistakes.SFT, "id": 1, "n": float("nan"), "tags": [{}]}) + "\n",
-        "windows": f"{line}\r\n" * 3,
-        "blank_lines": f"\n{line}\n\n \n{line}\n",
-        "doubled": "".join(json.dumps({**mistakes.SFT, "id": i}) + "\n" for i in (1, 1, 2)),
-    }
-    Path(f"{name}.jsonl").write_text(texts[name], encoding="utf-8", newline="")
-    reaches_weights("train_sft", {"dataset_name": f"{name}.jsonl"}, monkeypatch)
-    num_rows = {"extra": 1, "blank_lines": 2}.get(name, 3)
-    assert f"train: {num_rows} of {num_rows} rows, truncated" in capsys.readouterr().out
-    Path(f"{name}.jsonl").unlink()
 
 
 def test_a_recipe_with_a_byte_order_mark_is_read(folder, monkeypatch):

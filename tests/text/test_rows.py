@@ -67,6 +67,8 @@ def test_every_format_gives_the_same_rows(tmp_path):
     marked = [tmp_path / name for name in ("marked.jsonl", "marked.json")]  # by a byte order mark
     marked[0].write_text("\n".join(map(json.dumps, SFT)), encoding="utf-8-sig")
     marked[1].write_text(json.dumps(SFT), encoding="utf-8-sig")
+    windows = tmp_path / "windows.jsonl"  # with blank lines
+    windows.write_text("\r\n".join(["", *map(json.dumps, SFT[:2]), " ", json.dumps(SFT[2])]))
     files = [
         write_jsonl(tmp_path / "a.jsonl", SFT),
         write_jsonl(tmp_path / "a.jsonl.gz", SFT),
@@ -74,9 +76,12 @@ def test_every_format_gives_the_same_rows(tmp_path):
         tmp_path / "list.json",
         write_parquet(tmp_path / "a.parquet", SFT),
         *marked,
+        windows,
     ]
     for file in files:
         assert load_rows(str(file), "train", kind="sft") == SFT, file
+    long = [{**SFT[0], "completion": "word " * 2_000_000}]  # 10 MB, of a line
+    assert load_rows(str(write_jsonl(tmp_path / "long.jsonl", long)), "train", kind="sft") == long
 
 
 def test_folders_give_exactly_the_split_asked_for(tmp_path):

@@ -33,7 +33,6 @@ from common.sampling.shared import SharedDecoder
 from experiments.plan import __main__ as command
 from experiments.plan import activations, memory
 from experiments.plan import work as workload
-from experiments.plan.footprint import numbers
 from train_reward import RewardConfig
 from train_sft import SFTConfig
 
@@ -77,15 +76,6 @@ def run_of(
 def sizes(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
     (moment,) = (m for m in memory.moments(run.on(num_ranks)) if m.name == name)
     return moment.columns
-
-
-def test_a_rank_holds_its_rows_of_each_parameter_rounded_up():
-    unit = [torch.nn.Parameter(torch.empty(shape)) for shape in ((10, 3), (3,), ())]
-    unit[1].requires_grad_(False)
-    assert numbers(unit) == 34
-    assert numbers(unit, 4) == 3 * 3 + 1 + 1
-    assert numbers(unit, 4, trained=True) == 3 * 3 + 1
-    assert numbers(unit, 1000) == 3 + 1 + 1
 
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (3, 1), (8, 1), (8, 2)])
