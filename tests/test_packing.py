@@ -154,21 +154,6 @@ def test_cost_is_the_size_of_the_batch(layout, groups, num_completions):
         assert batch.completion_ids[row][batch.completion_mask[row]].tolist() == ids
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pieces_of_other_sizes_may_share_a_batch(layout):
-    """Ten completions of 10 tokens are cut into 3 3 3 1, of 8 into 4 4 2; 2 and 1 fit together."""
-    config = tiny.train_config(layout=layout, micro_batch_tokens=35, micro_batch_size=64)
-    groups = []
-    for first, (prompt_length, length) in zip((0, 10), ((1, 9), (1, 7)), strict=True):
-        group = piece_of(first, prompt_length, [length] * 10)
-        groups += cut_group(group.prompt_ids, group.completions, group.slots, config)
-    batches = [collate(pack, config, 0) for pack in pack_micro_batches(groups, config)]
-    assert sorted(slot for batch in batches for slot in batch.slots.tolist()) == list(range(20))
-    batch = collate([piece_of(0, 2, [3]), piece_of(1, 1, [2, 1])], config, 0)
-    assert batch.slots.tolist() == [0, 1, 2]
-    assert batch.completion_mask.sum(-1).tolist() == [3, 2, 1]
-
-
 @given(
     groups=st.lists(st.tuples(st.integers(1, 60), LENGTHS), min_size=1, max_size=40),
     is_uniform=st.booleans(),

@@ -1,14 +1,5 @@
 """Checkpoints are whole or not taken for whole, and a stopped run loses nothing.
 
-- What is saved is the state at the call, whatever training does while it is written.
-- A file that was truncated, changed or lost is named; the checkpoint before it is taken, and if
-  there is none the run does not silently start anew.
-- `auto` goes on with the run that the config describes and refuses another one, naming the fields.
-- The newest `keep_last` are kept; a disk that refuses leaves the last one whole.
-- Nothing in a checkpoint is pickled.
-- Two live runs never share an `output_dir`, and a dead one never keeps it.
-- A signal stops the run before its next forward pass with a checkpoint of the last finished step.
-
 About `common.checkpoint` and `common.record.output_lock`.
 """
 

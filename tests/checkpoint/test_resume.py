@@ -1,10 +1,8 @@
 """A resumed run is the run that never stopped, to the bit.
 
 Every stage makes 6 steps with a checkpoint after the third, once in one go, once resumed in new
-processes from what a run killed in its sixth step leaves behind. Metrics (timings aside), sample
-tables and exported weights are identical, and no line of metrics is doubled or lost. So it is of
-runs that lose a rank or are stopped at random moments: the long form, over all stages and with
-kills of all ranks, is `python -m tests.fault_drill`. About `common.checkpoint.resume`.
+processes from what a run killed in its sixth step leaves behind. The long form, with kills at
+random moments, is `python -m tests.fault_drill`. About `common.checkpoint.resume`.
 """
 
 import random

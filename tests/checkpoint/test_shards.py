@@ -1,8 +1,4 @@
-"""Shards are the files that torch's own writer makes, and are written without a copy of them.
-
-- A file has the tensors, their places and the format that torch's writer gives it, on any number of
-  ranks; what that one has written is read as well.
-- Writing takes no memory for what is written.
+"""Shards are the files that torch's own writer makes, on any number of ranks, without a copy.
 
 About `common.checkpoint.sharded_state`.
 """

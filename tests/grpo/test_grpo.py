@@ -1,14 +1,7 @@
 """Claim: GRPO's variants are what their papers say, in the run as in the formula.
 
-- What is collated are the completions that count, with their own advantages and denominators.
-- For every aggregation the gradient is the same however the completions are cut into micro-batches;
-  dropped groups leave that of the others as if alone. `test_one_file.py` has the loop's own.
-- Advantages are against the baseline that the flag names, all candidates or the kept ones.
-- The exact KL is that of an enumeration over the vocabulary, and so is its gradient.
-- Every variant trains without a warning on two ranks, as it does on one, and differs from the rest.
-- A run whose reference moves is resumed to the bit, and so is one that is stopped between updates.
-
-About `train_grpo` and `common.grpo`.
+Every variant trains without a warning on two ranks as it does on one, and differs from the others.
+`test_one_file.py` has the loop. About `train_grpo` and `common.grpo`.
 """
 
 import math

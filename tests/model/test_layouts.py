@@ -1,10 +1,8 @@
 """Claim: computing a prompt once for all its completions changes no number, and no gradient.
 
-Targets: transformers' own models with their own (eager) attention on one padded row per completion,
-and, for a single attention call, a dense mask written token by token. Both ways of computing the
-attention are held to them, the CPU's kernel and public functions; models whose attention cannot be
-replaced are refused. Whole runs in either layout are in `test_invariance`. About
-`common.model.shared_attention` and `common.model.shared_prefix`.
+Targets: transformers' own models with eager attention on one padded row per completion, and, for a
+single attention call, a dense mask written token by token. About `common.model.shared_attention`
+and `common.model.shared_prefix`.
 """
 
 import copy

@@ -1,13 +1,5 @@
 """Gradients reduced in every micro-batch are those reduced once a step; what a rank holds, sends.
 
-- Losses and gradient norms of runs agree to 1e-6 relative, also on ranks that have fewer rows, or
-  none, and run micro-batches of weight 0.
-- A rank holds its shard of parameters, gradients and moments, of whole rows. A group of shards
-  reduces in each micro-batch, replicas sum in the last one only.
-- A micro-batch gathers each unit's weights once, and those of each block once more in backward.
-- An update sums two numbers over the ranks: the squared norm of the gradients, and how many losses
-  are not finite.
-
 Of 8 and of 64 ranks one is run, in one process: the others are only said to be there. About
 `common.model.fsdp`.
 """

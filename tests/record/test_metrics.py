@@ -1,9 +1,7 @@
 """What a run records is the exact global mean, under a defined name, and survives a restart.
 
-Every name that a stage or the evaluation writes is in the table of `docs/metrics.md`. A phase is
-the seconds of a step, however often it is entered; on a GPU, here replaced by a device with a
-separate clock, it is timed by the device and the loop never waits. A profile is whole files or
-none, and off it costs and writes nothing. About `common.record`.
+On a GPU, here replaced by a device with a separate clock, a phase is timed by the device and the
+loop never waits. About `common.record`.
 """
 
 import json
@@ -338,15 +336,6 @@ def test_on_a_terminal_the_bar_says_what_happens(tmp_path, monkeypatch, capsys):
     assert re.search(r"41/100 .*loss=0\.5", drawn)
 
 
-def test_off_a_terminal_counted_items_are_whole_lines_too(capsys: Any) -> None:
-    bar = distributed.progress_bar("reference", None, items=range(50))
-    bar.delay = bar.mininterval = 0.0  # as if each took half a minute
-    assert list(bar) == [*range(50)]
-    lines = capsys.readouterr().err.split("\n")
-    assert all(line.startswith("reference:") and "\r" not in line for line in lines[:-1])
-    assert re.search(r"50/50 .* step/s\]", lines[-2])
-
-
 def test_samples_are_printed_and_their_history_is_kept(tmp_path, capsys):
     row = {
         "prompt": "A post.\n\nTL;DR:",
@@ -463,21 +452,6 @@ def test_a_run_goes_on_without_wandb(module, warning, tmp_path, monkeypatch, cap
 def spend(sums: Accumulator, clock: Any, name: str, seconds: float) -> None:
     with sums.timed(name):
         clock.now += seconds
-
-
-def test_entries_of_a_phase_add_up_per_step(clock: SimpleNamespace) -> None:
-    sums = Accumulator("cpu")
-    for _ in range(2):  # steps
-        with sums.timed("sample_seconds"):  # a phase inside another counts in both
-            clock.now += 1.0
-            spend(sums, clock, "score_seconds", 7.0)
-        for seconds in (1.0, 2.0, 3.0):  # micro-batches
-            spend(sums, clock, "update_seconds", seconds)
-    spend(sums, clock, "reference_seconds", 4.0)  # in one of the two steps
-    sums.add("loss", 12.0, 4)
-    phases = {"reference_seconds": 2.0, "sample_seconds": 8.0, "update_seconds": 6.0}
-    assert sums.reduce(num_steps=2) == {"loss": 3.0, "score_seconds": 7.0, **phases}
-    assert sums.reduce() == {}
 
 
 class Event:

@@ -144,13 +144,6 @@ def test_a_long_curve_is_pale_below_its_moving_mean() -> None:
     assert bold[11:, 1] == pytest.approx([0.5 * x for x in range(14, 87)])  # the spike is gone
 
 
-def test_what_is_drawn_is_what_was_recorded() -> None:
-    axes = Figure().subplots()
-    draw_panel(axes, Panel("Loss", "loss", [Line("loss", [1, 2, 3], [0.5, 0.25, 0.125])]))
-    (line,) = axes.get_lines()
-    assert line.get_xydata().tolist() == [[1, 0.5], [2, 0.25], [3, 0.125]]
-
-
 def test_evaluations_are_drawn_with_their_intervals() -> None:
     lines: list[dict[str, Any]] = [{"step": step, "reward": 0.1 * step} for step in range(100)]
     for step, low in ((0, 0.25), (50, None)):  # None: of a single prompt

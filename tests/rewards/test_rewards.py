@@ -1,13 +1,8 @@
 """Claim: a reward is the weighted sum of the functions that apply, and a faulty one is named.
 
-Targets are worked out by hand. Names are checked before the first model is loaded, and nothing that
-a function may return (wrong count, text, NaN, None for all) becomes a reward by accident. What it
-logs is kept by name, and what cannot be logged is refused; whole runs are in `test_samples`.
-What a function written for TRL gets is in `test_trl_rewards`.
-
-A function may reward steps: process supervision (DeepSeekMath section 4.1.3). The steps of all
-functions are joined, and their sum is what is selected on and logged. About `common.rewards` and
-`common.objectives.user_files`.
+Targets are worked out by hand. A function may reward steps: process supervision (DeepSeekMath
+section 4.1.3). What it logs in whole runs is in `test_samples`, what one written for TRL gets
+in `test_trl_rewards`. About `common.rewards` and `common.objectives.user_files`.
 """
 
 import asyncio

@@ -1,11 +1,9 @@
 """Claim: the sampler draws from the policy's own distribution, and a draw is a function.
 
-Greedy completions are those of transformers' `generate`; sampled ones have the frequencies that
-enumeration gives (chi-square), also restricted to top-k or top-p; their log-probabilities are the
-scorer's. A completion is decided by (seed, step, prompt, sample) alone: not by the batch, the rank,
-the number of samples or the layout, of which the default keeps a prompt's keys and values once. It
-ends with its first stop token. Sampling on several ranks is in `test_fsdp`. About
-`common.sampling.sampler`, `common.sampling.decode` and `common.sampling.shared`.
+Targets: transformers' `generate`, frequencies by enumeration (chi-square) and the scorer's
+log-probabilities. A completion is decided by (seed, step, prompt, sample) alone. Sampling on
+several ranks is in `test_fsdp`. About `common.sampling.sampler`, `common.sampling.decode` and
+`common.sampling.shared`.
 """
 
 import math
@@ -241,20 +239,6 @@ def test_restrict_by_hand():
     assert kept(2, 0.66)[0] == [1]
     assert kept(2, 0.67)[0] == [1, 3]
     assert torch.equal(logps[1].exp(), torch.full((4,), 0.25))  # the input is left as it was
-
-
-def test_samples_of_a_prompt_are_independent():
-    """The first tokens of neighbouring samples, and first and second tokens, do not repeat.
-
-    With a flat distribution over 4 tokens each of the 16 pairs has probability 1/16.
-    """
-    lm = tiny.causal_lm("gpt2", vocab_size=4)
-    with torch.no_grad():
-        lm.transformer.wte.weight.zero_()  # every logit is 0
-    ids = run_decode(lm, [[1, 2]], 4000, max_completion_length=2, stop_ids=[9]).ids  # (4000, 2)
-    uniform = torch.full((16,), 1 / 16)
-    for pairs in (ids[:, 0] * 4 + ids[:, 1], ids[::2, 0] * 4 + ids[1::2, 0]):
-        assert chi_square_p(torch.bincount(pairs, minlength=16).double(), uniform) > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

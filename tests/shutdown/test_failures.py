@@ -1,11 +1,8 @@
 """Claims: a failing rank ends all of them, in time, and torchrun names it as the first.
 
-On two processes under torchrun: an exception in a reward function or elsewhere is its traceback
-with rank and step; a process that is killed leaves no other
-behind, and is started again by torchrun to finish the run; one that hangs ends the run after
-`ddp_timeout`. Ranks with unequal rows, or with none at all, make the steps that one process makes.
-SIGTERM for `make` ends the run that it started; otherwise two runs would go on at once. About
-`common.launch` and `common.shutdown`.
+On two processes under torchrun: one that raises, one that is killed, one that hangs. Ranks with
+unequal rows, or with none at all, make the steps that one process makes. About `common.launch` and
+`common.shutdown`.
 """
 
 import json

@@ -1,17 +1,9 @@
 """Claims about GPUs that need none: stages and options run on a device that is not the CPU.
 
-- No tensor of the host meets one of the device; losses and gradient norms are the CPU's up to
-  rounding (other kernels compute them); and no micro-batch, update, step or token launches more
-  kernels, or has the host wait for the device more often, than a table says.
-- Sampling's graphs are captured once in a run for each shape, and replayed after the weights have
-  changed they draw what is drawn without them.
-- A step that goes bad names the rows that it names on the CPU.
-- One process computes the bits of FSDP in bfloat16 without it.
-- A run that goes on from a checkpoint is the one that never stopped, to the bit.
-- An evaluation finds what it finds on the CPU, up to rounding: accuracies, rewards, win rates.
-
-The device is that of `tests/support/sim_device.py`. No GPU was there. About `train_sft`,
-`train_reward`, `train_dpo`, `train_grpo`, `evaluate` and `common.sampling.graphs`.
+Their numbers are the CPU's up to rounding, as other kernels compute them, and nothing launches more
+kernels, or has the host wait more often, than a table says. The device is that of
+`tests/support/sim_device.py`. No GPU was there. About `train_sft`, `train_reward`, `train_dpo`,
+`train_grpo`, `evaluate` and `common.sampling.graphs`.
 """
 
 import contextlib

@@ -1,16 +1,9 @@
 """How a run is split changes nothing: not the ranks, the micro-batches, nor what saves memory.
 
-The claims, for SFT, reward model, DPO and GRPO with dropout off, in float32:
-- loss and gradient norm agree to 1e-5 relative over the first 5 steps, and to 1e-3 over 50, between
-  1, 2 and 4 processes and micro-batches of 1, 2, 3 and 8 rows or of 150 tokens, in both layouts,
-  also in a step whose last rows are missing and in which a process has no row at all;
-- the filler rows of a short batch count nowhere: 3 rows in a batch of 8 are a batch of 3;
-- GRPO samples the same completions, token by token, because a draw leaves little room to rounding;
-- CPU offload, recomputed activations and HSDP change nothing either;
-- under bfloat16 parameters, gradients, optimiser state and the exported weights stay float32;
-- after training every rank holds the same bits, reward head included.
-
-About `train_sft`, `train_reward`, `train_dpo` and `train_grpo`.
+For SFT, reward model, DPO and GRPO with dropout off, in float32: loss and gradient norm agree to
+1e-5 relative over the first 5 steps, and to 1e-3 over 50. GRPO samples the same completions,
+because a draw leaves little room to rounding. About `train_sft`, `train_reward`, `train_dpo` and
+`train_grpo`.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,7 @@
 """Claims: two hosts compute what one does, and a host that is cut off ends the run on both.
 
-The hosts are network namespaces of this machine, joined by a cable that can be cut. Losses,
-gradient norms and exported weights of two hosts with a process each are those of one host with two,
-for every stage, under plain FSDP and under HSDP. When the second host is cut off amid a run, both
-end within the timeouts that were set, each with its traceback; the same command, but for the
-timeout, then resumes from the checkpoint, and its weights are those of a run that nobody disturbed.
-About `common.distributed`.
+The hosts are network namespaces of this machine, joined by a cable that can be cut. About
+`common.distributed`.
 """
 
 import os

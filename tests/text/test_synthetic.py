@@ -1,9 +1,7 @@
 """Claim: the embedded task is what it says, so what is measured on it can be trusted.
 
-The gold reward agrees with sums worked by hand and cannot be raised by listing or repeating values;
-rows are a function of (kind, split, seed, index); validation posts combine facts as no training
-post does; labels follow the Bradley-Terry probability that is recorded; the tokenizer has the same
-bytes in every process. About `common.text.synthetic`.
+Targets: sums worked by hand, and counts over many rows and processes. About
+`common.text.synthetic`.
 """
 
 import hashlib
@@ -76,15 +74,6 @@ def test_a_summary_with_every_fact_has_one(template):
 )
 def test_facts_stated_missing_and_wrong(completion, expected):
     assert synthetic.gold_reward(completion, FACTS) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("slot", FACTS)
-def test_a_wrong_fact_is_worse_than_a_missing_one(slot):
-    missing = {key: value for key, value in FACTS.items() if key != slot}
-    without = synthetic.gold_reward(synthetic._summary(synthetic.REFERENCES[0], missing), FACTS)
-    for wrong_value in set(synthetic.SLOTS[slot]) - {FACTS[slot]}:
-        wrong = synthetic._summary(synthetic.REFERENCES[0], {**FACTS, slot: wrong_value})
-        assert synthetic.gold_reward(wrong, FACTS) < without < 1.0
 
 
 @pytest.mark.parametrize("slot", FACTS)
