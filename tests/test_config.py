@@ -24,11 +24,9 @@ from common.config.evaluate import EvaluateConfig
 from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.config.stages import TrainConfig
-from common.errors import UserError
 from common.record import run_folder
 from common.record.run_folder import ENVIRONMENT, input_digests, read_config, save_run_files
 from common.run import is_due
-from common.text.reading import evaluated_split
 
 MORE = {"train_grpo": ["--reward_funcs", "gold"], "evaluate": ["--policies", "b"]}
 NEEDED = ["--output_dir", "a", "--model_name_or_path", "b"]
@@ -236,17 +234,3 @@ def test_a_slash_at_the_end_of_a_path_makes_no_other_model():
     assert config.policies == ["sft/model", "dpo/model"]
     assert config.ref_model_name_or_path == "sft/model"
     assert config.model_name_or_path == "/"
-
-
-def test_a_single_file_is_evaluated_whatever_its_name(tmp_path):
-    file = tmp_path / "questions.jsonl"
-    for path in (file, tmp_path / "validation.jsonl", tmp_path / "test.jsonl"):
-        path.write_text('{"prompt": "a", "completion": "b"}\n')
-    argv = ["--output_dir", "run", "--policies", "a", "--dataset_name", str(file)]
-    config = parse(EvaluateConfig, argv)
-    assert evaluated_split(config, str(file)) == "questions"
-    assert evaluated_split(config, str(tmp_path)) == "validation"
-    config = parse(EvaluateConfig, [*argv, "--dataset_test_split", "test"])
-    assert evaluated_split(config, str(tmp_path)) == "test"
-    with pytest.raises(UserError, match="not 'test'"):
-        evaluated_split(config, str(file))

@@ -571,7 +571,7 @@ def test_the_reward_of_a_completion_is_the_sum_of_its_steps_and_0_without_one():
 
 def test_another_function_s_reward_is_a_step_that_ends_with_the_completion():
     functions = {
-        "s": constant([(1, 1.0), (3, 1.0)], [(0, 3.0)], None),
+        "s": constant([(1, 0.25), (1, 0.75), (3, 1.0)], [(0, 3.0)], None),
         "a": constant(10, 20, 30),
         "watched": constant(5, 5, 5),
     }
@@ -592,15 +592,6 @@ def test_a_function_that_is_only_watched_adds_no_step():
     rewards = score_lengths(functions, [0.0, 1.0], [4, 2])
     assert rewards.steps == []
     assert rewards.total.tolist() == [10.0, 20.0]
-
-
-def test_two_functions_may_reward_the_same_step():
-    functions = {"a": constant([(0, 1.0), (2, 2.0)]), "b": constant([(2, 10.0), (2, 1.0)])}
-    assert score_lengths(functions, [1.0, 3.0], [3]).steps == [{0: 1.0, 2: 2.0 + 3 * 11.0}]
-
-
-def test_without_step_rewards_there_are_no_steps():
-    assert score_lengths({"a": constant(1, None), "b": constant(2, 3)}, [1, 1], [3, 1]).steps == []
 
 
 @pytest.mark.parametrize(
