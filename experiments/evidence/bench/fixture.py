@@ -202,8 +202,8 @@ def make_reward_model(shape: Shape, seed: int) -> Any:
 def build(name: str, folder: Path, seed: int = 0) -> None:
     """Write models, tokenizer, texts and `fixture.json`, unless they are there already.
 
-    `policy`, `reward_model` and `reference` (another policy, so that the loss of DPO is not ln 2)
-    are folders as `save_pretrained` writes them; a text file of n rows is `data/<kind>-n.jsonl`.
+    `policy` and `reward_model` are folders as `save_pretrained` writes them; a text file of n rows
+    is `data/<kind>-n.jsonl`.
     """
     shape = SHAPES[name]
     record = {"model": name, "shape": asdict(shape), "seed": seed, "version": VERSION}
@@ -227,11 +227,7 @@ def build(name: str, folder: Path, seed: int = 0) -> None:
     policy = make_policy(shape, prompts, seed)
     probability = completion_logits(policy, prompts).softmax(-1)[:, EOS_ID].mean().item()
     assert abs(probability / EOS_PROBABILITY - 1) < 0.1, probability
-    for name, model in (
-        ("policy", policy),
-        ("reference", make_policy(shape, prompts, seed + 1)),
-        ("reward_model", make_reward_model(shape, seed + 2)),
-    ):
+    for name, model in (("policy", policy), ("reward_model", make_reward_model(shape, seed + 2))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     content = {"made_from": record, "eos_probability": probability, "lengths": lengths}

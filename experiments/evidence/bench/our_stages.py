@@ -54,8 +54,6 @@ def command(
         "output_dir": output_dir,
         "seed": seed,
     }
-    if row.name == "check-dpo":  # against the policy itself the loss is ln 2
-        flags["ref_model_name_or_path"] = fixture / "reference"
     if row.stage == "grpo":
         flags |= {
             "num_generations": row.num_generations,
@@ -71,7 +69,7 @@ def command(
 def run_row(
     row: BenchRow, fixture: Path, steps: int, output_dir: Path, *, threads: int, seed: int = 0
 ) -> dict[str, Any]:
-    """Run a row; step times in seconds, losses, mean completion length, peak memory in MB."""
+    """Run a row: step times in seconds, the first loss and gradient norm, peak memory in MB."""
     arguments = command(row, fixture, steps, output_dir, seed)
     peak = processes.run(arguments, output_dir.with_suffix(".log"), threads=threads)
     records = [record for record in read_metrics(output_dir) if "step_seconds" in record]
@@ -79,6 +77,7 @@ def run_row(
     result = {
         "step_seconds": [record["step_seconds"] for record in records],
         "loss": records[0]["loss"],
+        "grad_norm": records[0]["grad_norm"],
         "peak_mb": peak,
     }
     if row.stage == "grpo":

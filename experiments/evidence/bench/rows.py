@@ -89,11 +89,6 @@ def num_steps(row: BenchRow, model: str) -> tuple[int, int]:
     return (2 if row.warmup == 1 else 3), 1
 
 
-NUM_CHECK_ROWS = 32  # of the files on which both sides must compute the same loss
-CHECKS = {
-    f"check-{stage}": BenchRow(f"check-{stage}", stage, "", NUM_CHECK_ROWS, 1, 0, None)
-    for stage in ("sft", "reward", "dpo")
-}
 GPU_ROWS = {
     row.name: row
     for name, share, steps, warmup in (("gpu", 1, 6, 2), ("tiny", 16, 2, 1))
@@ -104,4 +99,4 @@ GPU_ROWS = {
         BenchRow(f"{name}-grpo", "grpo", "rollouts/s", 16 // share, steps, warmup, None, 8),
     )
 }
-EVERY_ROW = ROWS | CHECKS | GPU_ROWS
+EVERY_ROW = ROWS | GPU_ROWS
