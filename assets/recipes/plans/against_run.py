@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.evidence.bench import our_stages, processes
+from experiments.evidence.bench import processes, sides
 from experiments.evidence.bench.rows import ROWS
 
 GOAL = 0.2  # of what was measured
@@ -77,7 +77,7 @@ CASES = {
 
 def arguments_of(case: Case, fixture: Path, output_dir: Path) -> list[str]:
     """The script of a case with its flags."""
-    arguments = our_stages.command(ROWS[case.row], fixture, STEPS, output_dir)
+    arguments = sides.our_command(ROWS[case.row], fixture, STEPS, output_dir)
     if case.shape:
         file = output_dir.with_suffix(".json")
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -24,11 +24,12 @@ from typing import Any
 
 from common.record.jsonl import write_atomically
 from common.record.run_folder import cpu_model
-from experiments.evidence.bench import flops, our_stages, processes
+from experiments.evidence.bench import flops, processes, sides
 from experiments.evidence.bench.rows import REACH_MEMORY, ROWS, SHAPES, BenchRow, num_steps
 
 REACH_OF_LARGER = 0.85  # of the tiny model's ratios, which a larger model must reach
 TOLERANCE = 1e-4  # of the first loss and gradient norm, relative
+SIDES = ("trl", "ours")
 Result = dict[str, Any]
 
 
@@ -67,28 +68,21 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Result:
     """All runs, in turns."""
-    sides = [("trl", processes.run_trl), ("ours", our_stages.run_row)]
     rows = [ROWS[name] for name in arguments.stages]
     file = folder / "runs.json"
     runs: list[Result] = json.loads(file.read_text()) if arguments.resume and file.exists() else []
     finished = {(one["row"], one["side"], one["round"]) for one in runs}
     for round_number in range(1, arguments.rounds + 1):
         for row in rows:
-            for side, run in sides[:: 1 if round_number % 2 else -1]:  # either is first in turn
+            for side in SIDES[:: 1 if round_number % 2 else -1]:  # either is first in turn
                 if (row.name, side, round_number) in finished:
                     continue
                 print(f"round {round_number} of {arguments.rounds}: {row.name}, {side}", flush=True)
-                output = folder / "runs" / f"{row.name}-{side}-{round_number}"
-                # A run adds to what an earlier benchmark logged in its folder.
-                (output / "metrics.jsonl").unlink(missing_ok=True)
-                result = run(
-                    row,
-                    folder / "fixture",
-                    num_steps(row, arguments.model)[0],
-                    output,
-                    threads=arguments.threads,
-                    seed=round_number,  # other samples in every round, so that lengths average out
-                )
+                output_dir = folder / "runs" / f"{row.name}-{side}-{round_number}"
+                steps, _ = num_steps(row, arguments.model)
+                # The seed gives other samples in every round, so that lengths average out.
+                numbers = {"threads": arguments.threads, "seed": round_number}
+                result = sides.run(side, row, folder / "fixture", steps, output_dir, **numbers)
                 runs.append({"row": row.name, "side": side, "round": round_number, **result})
                 # What is there already survives an interruption of the rest.
                 write_atomically(file, [json.dumps(runs, indent=1) + "\n"])
@@ -120,7 +114,7 @@ def summarise(results: Result, arguments: argparse.Namespace, fixture: Result) -
         if row.reach and model != "tiny":
             line["reach"] = row.reach * REACH_OF_LARGER
         of_row = [run for run in results["runs"] if run["row"] == row.name]
-        for side in ("trl", "ours"):
+        for side in SIDES:
             runs = [run for run in of_row if run["side"] == side]
             line[side] = side_figures(row, runs, lengths, model)
         if row.stage != "grpo":

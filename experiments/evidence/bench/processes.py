@@ -1,20 +1,16 @@
-"""Running the two sides as processes of their own, measured in one way.
+"""Processes whose peak memory is measured.
 
 The peak resident memory of a process is what the kernel hands to its parent when it ends
 (`ru_maxrss`). A child starts as a copy of its parent, whose size is then its peak so far: the
 parent must stay smaller than what it measures.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from experiments.evidence.bench.rows import BenchRow
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ERROR_LINES = 30
@@ -68,16 +64,3 @@ def run(
         command = " ".join(arguments)
         raise RuntimeError(f"exit status {process.returncode} of: {command}\n{tail}")
     return usage.ru_maxrss / (1024**2 if sys.platform == "darwin" else 1024)
-
-
-def run_trl(
-    row: BenchRow, fixture: Path, steps: int, output_dir: Path, *, threads: int, seed: int = 0
-) -> dict[str, Any]:
-    """Run a row in TRL; as `our_stages.run_row`."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    record = output_dir / "steps.json"
-    command = ["-m", "experiments.evidence.bench.trl_stages", "--row", row.name]
-    command += ["--steps", str(steps), "--seed", str(seed)]
-    command += ["--fixture", str(fixture), "--output", str(record)]
-    peak = run(command, output_dir.with_suffix(".log"), threads=threads)
-    return {**json.loads(record.read_text()), "peak_mb": peak}

@@ -1,7 +1,7 @@
 """One row of the benchmark in TRL, at the settings that make it fastest on a CPU or on a GPU.
 
     python -m experiments.evidence.bench.trl_stages --row sft --fixture FOLDER ...
-    python -m experiments.evidence.bench.trl_stages --gpu --row gpu-sft --sizes 16 32 64 ...
+    python -m experiments.evidence.bench.trl_stages --row gpu-sft --sizes 16 32 64 ...
 
 In TRL's favour: a step is timed from `on_step_begin` to `on_step_end`, which leaves out fetching
 and collating its rows; nothing is saved or evaluated, and only the first step is logged.
@@ -40,20 +40,16 @@ from experiments.evidence.bench.rows import (
 # cost no padding: 8 was at least as fast as 1 in short trials, and takes 1.3 instead of 0.75 GB
 # with the tiny model.
 MICRO_BATCH_SIZE = {"sft": 1, "reward": 1, "dpo": 1, "grpo": 8}
-# Of every trainer: float32, no recomputation, a fused optimiser, nothing saved or evaluated, and
-# only the first step logged, which is warm-up
+# Of every trainer: no recomputation, a fused optimiser, nothing saved or evaluated, and only the
+# first step logged, which is warm-up
 SETTINGS: dict[str, Any] = {
     "optim": "adamw_torch_fused",
     "gradient_checkpointing": False,
-    "bf16": False,
-    "use_cpu": True,
     "save_strategy": "no",
     "logging_strategy": "no",
     "logging_first_step": True,
     "disable_tqdm": True,
-    "dataloader_pin_memory": False,
 }
-GPU_SETTINGS = {"bf16": True, "use_cpu": False, "dataloader_pin_memory": True}
 SETTINGS_OF_STAGE: dict[str, dict[str, Any]] = {
     "sft": {"completion_only_loss": True},
     "reward": {},
@@ -90,15 +86,16 @@ class StepTimer(TrainerCallback):
 def trainer_of(
     stage: str, path: Path, rows: datasets.Dataset, settings: dict[str, Any], **more: Any
 ) -> Any:
-    """TRL's trainer of a stage; TRL loads the model in float32."""
+    """TRL's trainer of a stage: float32, and bfloat16 on a GPU; TRL loads the model in float32."""
     trainer, config = {
         "sft": (trl.SFTTrainer, trl.SFTConfig),
         "reward": (trl.RewardTrainer, trl.RewardConfig),
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
     }[stage]
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    more |= {"args": config(**SETTINGS | settings), "processing_class": tokenizer}
+    on_gpu, tokenizer = torch.cuda.is_available(), AutoTokenizer.from_pretrained(path)
+    device = {"bf16": on_gpu, "use_cpu": not on_gpu, "dataloader_pin_memory": on_gpu}
+    more |= {"args": config(**SETTINGS | device | settings), "processing_class": tokenizer}
     return trainer(str(path), train_dataset=rows, **more)
 
 
@@ -107,13 +104,12 @@ def make_trainer(
     fixture: Path,
     steps: int,
     folder: str,
-    seed: int = 0,
-    size: int = 0,
+    seed: int,
+    size: int,
     **more_settings: Any,
 ) -> Any:
     """The trainer of a row; its micro-batch has `size` rows."""
     per_step = row.num_rows * max(1, row.num_generations)
-    size = size or MICRO_BATCH_SIZE[row.stage]
     settings = SETTINGS_OF_STAGE[row.stage] | more_settings
     settings |= {
         "output_dir": folder,
@@ -136,7 +132,7 @@ def make_trainer(
 
 
 def train(
-    row: BenchRow, fixture: Path, steps: int, seed: int = 0, size: int = 0, **settings: Any
+    row: BenchRow, fixture: Path, steps: int, seed: int, size: int, **settings: Any
 ) -> dict[str, Any]:
     """Step times, the first loss and gradient norm, and GRPO's mean completion length."""
     timer = StepTimer()
@@ -152,50 +148,51 @@ def train(
 
 
 def tune(arguments: argparse.Namespace) -> None:
-    """Train at every micro-batch, then at the fastest with each extra; a line each, at once."""
-    row, seconds = EVERY_ROW[arguments.row], {}
+    """Train at every micro-batch, then at the fastest with each extra; a line each, at once.
+
+    What fails leaves its error, as memory does: the others may fit. Without a choice it is raised.
+    """
+    row, seconds, on_gpu = EVERY_ROW[arguments.row], {}, torch.cuda.is_available()
     has_liger = importlib.util.find_spec("liger_kernel") is not None
+    sizes = arguments.sizes or [MICRO_BATCH_SIZE[row.stage]]
     extras = [name for name in arguments.extras if has_liger or name != "use_liger_kernel"]
-    for size, extra in [*((size, "") for size in arguments.sizes), *((0, name) for name in extras)]:
+    for size, extra in [*((size, "") for size in sizes), *((0, name) for name in extras)]:
         size = size or min(seconds, key=seconds.__getitem__, default=0)
-        settings = (GPU_SETTINGS if arguments.gpu else {}) | ({extra: True} if extra else {})
+        settings = {extra: True} if extra else {}
         settings |= {"precompute_ref_batch_size": size} if row.stage == "dpo" else {}
         record: dict[str, Any] = {"variant": f"{size} rows" + f", {extra}" * bool(extra)}
         gc.collect()
-        if arguments.gpu:
+        if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
-            record |= train(row, arguments.fixture, arguments.steps, 0, size, **settings)
+            record |= train(
+                row, arguments.fixture, arguments.steps, arguments.seed, size, **settings
+            )
             if not extra:
                 seconds[size] = median(record["step_seconds"][row.warmup :])
-            peak = torch.cuda.max_memory_allocated() / 1e9 if arguments.gpu else peak_resident_gb()
+            peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else peak_resident_gb()
             record["peak_gb"] = peak
-        except Exception as error:  # as for memory: the other sizes may fit
+        except Exception as error:
+            if not arguments.sizes:
+                raise
             record["error"] = gist(error)
         with arguments.output.open("a") as file:
             file.write(json_line(record))
 
 
 def main() -> None:
-    """Train and write what `train` returns."""
+    """Train, and add to the output a line of what `train` returns for each setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--row", choices=EVERY_ROW, required=True)
     parser.add_argument("--fixture", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gpu", action="store_true", help="bfloat16 on a GPU; with --sizes")
-    parser.add_argument("--sizes", type=int, nargs="*", help="rows of a micro-batch: `tune`")
+    parser.add_argument("--sizes", type=int, nargs="*", help="rows of a micro-batch to try")
     extras_help = "settings to try at the fastest of them"
     parser.add_argument("--extras", nargs="*", default=[], help=extras_help)
-    arguments = parser.parse_args()
-    if arguments.sizes:
-        tune(arguments)
-        return
-    row = EVERY_ROW[arguments.row]
-    record = train(row, arguments.fixture, arguments.steps, arguments.seed)
-    arguments.output.write_text(json.dumps(record) + "\n")
+    tune(parser.parse_args())
 
 
 if __name__ == "__main__":

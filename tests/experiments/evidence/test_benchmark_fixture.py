@@ -26,7 +26,7 @@ from common.text.reading import load_rows
 from common.text.schemas import Row
 from common.text.tokenise import tokenize_rows
 from experiments.evidence.bench import __main__ as bench
-from experiments.evidence.bench import fixture, flops, our_stages, processes
+from experiments.evidence.bench import fixture, flops, processes, sides
 from experiments.evidence.bench.fixture import EOS_ID
 from experiments.evidence.bench.rows import ROWS, SHAPES, BenchRow, Shape
 from experiments.runs.stages import config_class
@@ -182,9 +182,9 @@ def test_figures_leave_the_warm_up_out_and_first_steps_are_compared():
 
 def test_every_row_has_a_command():
     for row in ROWS.values():
-        command = our_stages.command(row, Path("fixture"), 3, Path("out"))
+        command = sides.our_command(row, Path("fixture"), 3, Path("out"))
         assert command[0] == f"train_{row.stage}.py"
-        assert (our_stages.processes.REPOSITORY / command[0]).exists()
+        assert (processes.REPOSITORY / command[0]).exists()
         assert command[command.index("--max_steps") + 1] == "3"
 
 

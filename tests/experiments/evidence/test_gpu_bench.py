@@ -28,11 +28,10 @@ TRL_LINES = {
 
 def stand_in_for_trl(words: list[str], log: Path, **options: Any) -> None:
     """Write the lines of a stage; GRPO's does not come to its end."""
-    stage = words[words.index("--row") + 1].removeprefix("tiny-")
+    flags = dict(word.split("=") for word in words if "=" in word)
+    stage = flags["--row"].removeprefix("tiny-")
     lines = [{"loss": 8.0, "grad_norm": 1.0, "peak_gb": 3.0} | line for line in TRL_LINES[stage]]
-    Path(words[words.index("--output") + 1]).write_text(
-        "".join(json.dumps(x) + "\n" for x in lines)
-    )
+    Path(flags["--output"]).write_text("".join(json.dumps(x) + "\n" for x in lines))
     if stage == "grpo":
         raise RuntimeError("out of memory")
 

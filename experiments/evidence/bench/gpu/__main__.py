@@ -42,7 +42,7 @@ from common.model import fsdp
 from common.record import run_folder
 from common.record.jsonl import json_line, read_jsonl
 from common.record.metrics import PHASES
-from experiments.evidence.bench import fixture, flops, our_stages, processes
+from experiments.evidence.bench import fixture, flops, processes, sides
 from experiments.evidence.bench.ceiling import median_seconds, product_shapes, rate, wait_for_gpu
 from experiments.evidence.bench.gpu.attention import attention_difference
 from experiments.evidence.bench.gpu.watch import Watch
@@ -211,7 +211,7 @@ class Bench:
         if row.stage == "grpo":
             flags = {"generation_batch_size": row.num_rows * row.num_generations} | flags
         texts = self.folder / case.model
-        script, *words = our_stages.command(row, texts, num_steps, output, more=flags)
+        script, *words = sides.our_command(row, texts, num_steps, output, more=flags)
         main, watch = importlib.import_module(script.removesuffix(".py")).main, Watch(row.steps)
         backend, failed = {"backend": "eager"} if self.is_tiny else {}, {}
         shard = shard_in_one if case.variant == SHARDED else fsdp.shard
@@ -246,19 +246,15 @@ class Bench:
     def measure_trl(self, case: Case) -> Iterator[Line]:
         """TRL at three micro-batches, and at the fastest with each extra."""
         row, output = case.row, self.folder / "runs" / f"{case.name}.jsonl"
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.unlink(missing_ok=True)
         together = row.num_rows * max(1, row.num_generations)
-        words = ["-m", "experiments.evidence.bench.trl_stages", "--row", row.name]
-        words += ["--output", output, "--fixture", self.folder / case.model, "--steps", row.steps]
-        words += ["--sizes", *sorted({max(1, together // n) for n in (4, 2, 1)})]
-        words += ["--extras", *EXTRAS.get(case.model, [])]
+        output.unlink(missing_ok=True)
+        sizes = sorted({max(1, together // n) for n in (4, 2, 1)})
+        words = sides.trl_command(row, self.folder / case.model, row.steps, output)
+        words += ["--sizes", *map(str, sizes), "--extras", *EXTRAS.get(case.model, [])]
         shown = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
-        if torch.cuda.is_available():
-            words.append("--gpu")
         try:
             log, threads = output.with_suffix(".log"), torch.get_num_threads()
-            processes.run([*map(str, words)], log, threads=threads, more_environment=shown)
+            processes.run(words, log, threads=threads, more_environment=shown)
         finally:
             for line in read_jsonl(output):
                 if "step_seconds" in line:

@@ -1,11 +1,12 @@
-"""One row of the benchmark in this repository: the stage scripts, started as a user starts them."""
+"""A row of the benchmark as a command of each side: TRL, and the stage script as users run it."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common.record.run_folder import read_metrics
+from common.record.jsonl import read_jsonl
+from common.record.run_folder import METRICS
 from experiments.evidence.bench import processes
 from experiments.evidence.bench.rows import (
     BETA,
@@ -33,10 +34,11 @@ COMMON_FLAGS: dict[str, Any] = {
     "num_sample_prompts": 0,
     "self_check": "false",
 }
+MEASURED = ("step_seconds", "loss", "grad_norm", "completion_length")
 REWARD_FUNCTION = "experiments/evidence/bench/reward_function.py:even_share"
 
 
-def command(
+def our_command(
     row: BenchRow,
     fixture: Path,
     steps: int,
@@ -66,20 +68,29 @@ def command(
     return [f"train_{row.stage}.py", *words]
 
 
-def run_row(
-    row: BenchRow, fixture: Path, steps: int, output_dir: Path, *, threads: int, seed: int = 0
+def trl_command(row: BenchRow, fixture: Path, steps: int, output: Path, seed: int = 0) -> list[str]:
+    """The same row in TRL, which adds a line to a file."""
+    flags = {"row": row.name, "fixture": fixture, "steps": steps, "output": output, "seed": seed}
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    return ["-m", "experiments.evidence.bench.trl_stages", *words]
+
+
+def run(
+    side: str, row: BenchRow, fixture: Path, steps: int, output_dir: Path, threads: int, seed: int
 ) -> dict[str, Any]:
-    """Run a row: step times in seconds, the first loss and gradient norm, peak memory in MB."""
-    arguments = command(row, fixture, steps, output_dir, seed)
-    peak = processes.run(arguments, output_dir.with_suffix(".log"), threads=threads)
-    records = [record for record in read_metrics(output_dir) if "step_seconds" in record]
-    assert len(records) == steps, f"{output_dir} logged {len(records)} of {steps} steps"
-    result = {
-        "step_seconds": [record["step_seconds"] for record in records],
-        "loss": records[0]["loss"],
-        "grad_norm": records[0]["grad_norm"],
-        "peak_mb": peak,
-    }
-    if row.stage == "grpo":
-        result["completion_length"] = mean(record["completion_length"] for record in records)
+    """Run a row on a side: step times in seconds, the first loss and gradient norm, peak MB."""
+    if side == "trl":
+        file = output_dir.with_suffix(".jsonl")
+        words = trl_command(row, fixture, steps, file, seed)
+    else:
+        file = output_dir / METRICS
+        words = our_command(row, fixture, steps, output_dir, seed)
+    file.unlink(missing_ok=True)  # to which a run adds
+    peak = processes.run(words, output_dir.with_suffix(".log"), threads=threads)
+    records = [each for each in read_jsonl(file) if "step_seconds" in each]
+    result = {n: records[0][n] for n in MEASURED if n in records[0]} | {"peak_mb": peak}
+    if side == "ours":  # a record is of one step
+        result["step_seconds"] = [each["step_seconds"] for each in records]
+        if row.stage == "grpo":
+            result["completion_length"] = mean(each["completion_length"] for each in records)
     return result
