@@ -24,12 +24,13 @@ from typing import Any
 
 from common.record.jsonl import write_atomically
 from common.record.run_folder import cpu_model
+from common.report import markdown
 from experiments.evidence.bench import flops, processes, sides
 from experiments.evidence.bench.rows import REACH_MEMORY, ROWS, SHAPES, BenchRow, num_steps
+from experiments.evidence.bench.sides import SIDES
 
 REACH_OF_LARGER = 0.85  # of the tiny model's ratios, which a larger model must reach
 TOLERANCE = 1e-4  # of the first loss and gradient norm, relative
-SIDES = ("trl", "ours")
 Result = dict[str, Any]
 
 
@@ -144,33 +145,28 @@ def side_figures(
 
 def render(results: Result) -> str:
     """The Markdown table with the machine under it."""
-    columns = ["row", "unit", "TRL", "ours", "ratio (rounds)", "goal"]
-    columns += ["peak MB TRL / ours", f"memory ratio (goal {REACH_MEMORY})"]
-    columns += ["tokens per rollout TRL / ours"]
-    lines = [" | ".join(columns), " | ".join(["---"] * len(columns))]
-    lines += [" | ".join(cells(line)) for line in results["rows"]]
-    here = results["machine"]
+    heads = ["row", "unit", "TRL", "ours", "ratio (rounds)", "goal", "peak MB TRL / ours"]
+    heads += [f"memory ratio (goal {REACH_MEMORY})", "tokens per rollout TRL / ours"]
+    rows = []
+    for line in results["rows"]:
+        trl, ours = (line[side] for side in SIDES)
+        low, high = min(line["ratio_by_round"]), max(line["ratio_by_round"])
+        lengths = f"{trl['completion_length']:.1f} / {ours['completion_length']:.1f}"
+        cells = [f"{trl['speed']:.4g}", f"{ours['speed']:.4g}"]
+        cells += [f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})"]
+        cells += [f"{line['reach']:.2g}" if line["reach"] else "-"]
+        cells += [f"{trl['peak_mb']:.0f} / {ours['peak_mb']:.0f}", f"{line['memory_ratio']:.2f}"]
+        rows.append(
+            [line["row"], line["unit"], *cells, lengths if trl["completion_length"] else ""]
+        )
+    here, difference = results["machine"], max(line["difference"] for line in results["rows"])
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
-    difference = max(line["difference"] for line in results["rows"])
     note = (
         f"{results['model']} model, float32, {here['cpu']}, {here['cores']} cores, "
         f"{here['threads']} thread(s) per process, {versions}. Losses and gradient norms of first "
         f"steps differ by up to {difference:.0e} of their value."
     )
-    return "\n".join(f"| {line} |" for line in lines) + f"\n\n{note}"
-
-
-def cells(line: Result) -> list[str]:
-    """One line of the table."""
-    sides = [line["trl"], line["ours"]]
-    speeds = [f"{side['speed']:.4g}" for side in sides]
-    peaks = " / ".join(f"{side['peak_mb']:.0f}" for side in sides)
-    low, high = min(line["ratio_by_round"]), max(line["ratio_by_round"])
-    ratio, memory = f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})", f"{line['memory_ratio']:.2f}"
-    reach = f"{line['reach']:.2g}" if line["reach"] else "-"
-    lengths = " / ".join(f"{side['completion_length']:.1f}" for side in sides)
-    drawn = lengths if line["unit"] == "rollouts/s" else ""
-    return [line["row"], line["unit"], *speeds, ratio, reach, peaks, memory, drawn]
+    return f"{markdown.table(heads, rows)}\n\n{note}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from experiments.evidence.bench.rows import (
     BenchRow,
 )
 
+SIDES = ("trl", "ours")
 # What makes each stage fast, and computes the same
 FAST_FLAGS: dict[str, dict[str, Any]] = {
     "sft": {"micro_batch_tokens": 1024},

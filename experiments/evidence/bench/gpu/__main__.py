@@ -42,6 +42,8 @@ from common.model import fsdp
 from common.record import run_folder
 from common.record.jsonl import json_line, read_jsonl
 from common.record.metrics import PHASES
+from common.record.terminal import NOT_MEASURED
+from common.report import markdown
 from experiments.evidence.bench import fixture, flops, processes, sides
 from experiments.evidence.bench.ceiling import median_seconds, product_shapes, rate, wait_for_gpu
 from experiments.evidence.bench.gpu.attention import attention_difference
@@ -296,31 +298,28 @@ def stop(*_: Any) -> None:
 
 
 def table(results: Sequence[Line]) -> str:
-    """TRL's best and ours, in the columns of docs/speed.md, and which they are."""
-    models = [model for model in SHAPES if any(line["model"] == model for line in results)]
+    """TRL's best and ours of every model and stage, and which they are."""
     card = next((line for line in results if "peak_flops" in line), {})
     share = f"share of {card.get('peak_flops', math.nan) / 1e12:.3g} TFLOP/s"
-    columns = ("TRL", "ours", "ratio", share, "GB TRL / ours")
-    lines, notes = [["", *(f"{m}: {name}" for m in models for name in columns)]], []
-    lines.append(["---"] * len(lines[0]))
-    for stage in KINDS:
-        lines.append([f"{stage}, {EVERY_ROW[f'gpu-{stage}'].unit}"])
-        for model in models:
-            sides = []
-            for side in ("trl", "ours"):
-                of_row = [r for r in results if (r["model"], r.get("stage")) == (model, stage)]
-                timed = [r for r in of_row if r["part"] == side and "per_second" in r]
-                sides.append(max(timed, key=lambda r: r["per_second"], default={}))
-            speeds, peaks = ([s.get(n, math.nan) for s in sides] for n in ("per_second", "peak_gb"))
-            lines[-1] += [*(f"{x:,.4g}" for x in speeds), f"{speeds[1] / speeds[0]:.1f}"]
-            lines[-1].append(f"{sides[1].get('share', math.nan):.0%}")
-            lines[-1].append("{:.0f} / {:.0f}".format(*peaks))
-            chosen = [side.get("variant", "not measured") for side in sides]
-            notes.append(f"- {model}, {stage}: TRL {chosen[0]}; ours {chosen[1]}")
+    heads = ["", "", "TRL", "ours", "ratio", share, "GB TRL / ours", "settings TRL / ours"]
+    rows = []
+    for model, stage in itertools.product(SHAPES, KINDS):
+        of_row = [r for r in results if (r["model"], r.get("stage")) == (model, stage)]
+        best = []
+        for side in sides.SIDES:
+            timed = [r for r in of_row if r["part"] == side and "per_second" in r]
+            best.append(max(timed, key=lambda r: r["per_second"], default={}))
+        if not any(best):
+            continue
+        speeds, peaks = ([s.get(n, math.nan) for s in best] for n in ("per_second", "peak_gb"))
+        cells = [*(f"{x:,.4g}" for x in speeds), f"{speeds[1] / speeds[0]:.1f}"]
+        cells += [f"{best[1].get('share', math.nan):.0%}", "{:.0f} / {:.0f}".format(*peaks)]
+        settings = " / ".join(side.get("variant", "nan") for side in best)
+        rows.append([model, f"{stage}, {EVERY_ROW[f'gpu-{stage}'].unit}", *cells, settings])
     about = [f"{name} {version}" for name, version in card.get("versions", {}).items()]
-    notes.append(f"- {card.get('gpu')}, {', '.join(about)}, commit {card.get('git_commit')}")
-    rows = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return "\n".join([rows, "", *notes]).replace("nan%", "–").replace("nan", "–")
+    note = f"{card.get('gpu')}, {', '.join(about)}, commit {card.get('git_commit')}"
+    text = f"{markdown.table(heads, rows)}\n\n{note}"
+    return text.replace("nan%", NOT_MEASURED).replace("nan", NOT_MEASURED)
 
 
 def parse_arguments() -> argparse.Namespace:
