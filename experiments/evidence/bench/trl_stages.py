@@ -12,7 +12,6 @@ import gc
 import importlib.util
 import json
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +24,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from common.distributed import peak_resident_gb
 from common.errors import gist
 from common.record.jsonl import json_line
-from experiments.evidence.bench.ceiling import wait_for_gpu
+from experiments.evidence.bench.clock import timer
 from experiments.evidence.bench.reward_function import even_share
 from experiments.evidence.bench.rows import (
     BETA,
@@ -66,7 +65,7 @@ LENGTH_METRIC = "completions/mean_length"
 
 
 class StepTimer(TrainerCallback):
-    """Wall time of every optimiser step."""
+    """Wall time of every optimiser step; `timer` waits for the GPU first."""
 
     def __init__(self) -> None:
         """Nothing was measured yet."""
@@ -74,13 +73,11 @@ class StepTimer(TrainerCallback):
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start the clock."""
-        wait_for_gpu()
-        self.started = time.perf_counter()
+        self.started = timer()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Stop it."""
-        wait_for_gpu()
-        self.seconds.append(time.perf_counter() - self.started)
+        self.seconds.append(timer() - self.started)
 
 
 def trainer_of(

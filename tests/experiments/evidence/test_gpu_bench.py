@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from common.record.jsonl import read_jsonl
-from experiments.evidence.bench import ceiling
 from experiments.evidence.bench.gpu import __main__ as gpu
 from experiments.evidence.bench.gpu import attention
 from experiments.evidence.bench.rows import EVERY_ROW, SHAPES, Shape
@@ -43,7 +42,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(gpu, "FOLDER", tmp_path)
     monkeypatch.setattr(gpu, "KINDS", ("sft", "grpo"))
     monkeypatch.setattr(gpu.processes, "run", stand_in_for_trl)
-    monkeypatch.setattr(ceiling, "MIN_SECONDS", 0.0)
     monkeypatch.setitem(SHAPES, "tiny", MINI)
 
     def call(*flags: str) -> list[dict[str, Any]]:
@@ -110,7 +108,7 @@ def test_a_lost_gpu_is_left_by_a_new_process(run, monkeypatch):
     calls: list[list[str]] = []
 
     def lost(*_: Any) -> None:
-        monkeypatch.setattr(gpu, "wait_for_gpu", lost)
+        monkeypatch.setattr(gpu, "timer", lost)
         raise RuntimeError("an illegal memory access was encountered")
 
     def replace(_: str, words: list[str]) -> None:

@@ -45,7 +45,7 @@ from common.record.metrics import PHASES
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.evidence.bench import fixture, flops, processes, sides
-from experiments.evidence.bench.ceiling import median_seconds, product_shapes, rate, wait_for_gpu
+from experiments.evidence.bench.clock import median_seconds, timer
 from experiments.evidence.bench.gpu.attention import attention_difference
 from experiments.evidence.bench.gpu.watch import Watch
 from experiments.evidence.bench.rows import EVERY_ROW, KINDS, SHAPES, BenchRow
@@ -159,27 +159,23 @@ class Bench:
             signal.alarm(0)
 
     def measure_card(self, case: Case) -> Iterator[Line]:
-        """Name and versions; FLOP/s of bfloat16 products, bytes/s of a copy."""
+        """Name and versions; FLOP/s of a bfloat16 product, bytes/s of a copy."""
         installed, device = run_folder.versions(), distributed.device()
         names = ("torch", "transformers", "trl", "liger_kernel")
-        num_tokens, num_bytes = (64, 2**22) if self.is_tiny else (8192, 2**31)
-        rates = {
-            f"{model}, {name}": rate(*shape, num_calls=20, dtype=torch.bfloat16, device=device)
-            for model, sizes in SHAPES.items()
-            if (model == "tiny") == self.is_tiny
-            for name, shape in product_shapes(sizes, num_tokens).items()
-        }
-        source, target = torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
-        copied = 2 * num_bytes / median_seconds(lambda: target.copy_(source), 20)
+        width, num_bytes = (512, 2**22) if self.is_tiny else (8192, 2**31)
+        factors = torch.randn(2, width, width, dtype=torch.bfloat16, device=device)
+        flops_per_second = 2 * width**3 / median_seconds(lambda: factors[0] @ factors[1])
+        rows = torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
+        copied = 2 * num_bytes / median_seconds(lambda: rows[0].copy_(rows[1]))
         about = run_folder.accelerator(1)
         peaks = [peak for name, peak in PEAKS.items() if name in str(about["gpu"])]
         yield {
             **about,
             "versions": {name: installed.get(name) for name in names},
             "git_commit": run_folder.git_commit(),
-            "matmul_flops": rates,
+            "matmul_flops": flops_per_second,
             "copy_bytes_per_second": copied,
-            "peak_flops": peaks[0] if peaks else max(rates.values()),
+            "peak_flops": peaks[0] if peaks else flops_per_second,
         }
 
     def measure_check(self, case: Case) -> Iterator[Line]:
@@ -371,7 +367,7 @@ def measure_all(bench: Bench, cases: Sequence[Case], deadline: float) -> None:
             continue
         bench.measure(case, left)
         try:
-            wait_for_gpu()
+            timer()  # which waits for the GPU
         except RuntimeError:  # after an illegal access nothing runs in this process
             if case.kind in ("card", "fixture"):
                 raise

@@ -2,7 +2,6 @@
 
 import cProfile
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pstats import Stats
@@ -13,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from common.run import Run
-from experiments.evidence.bench.ceiling import wait_for_gpu
+from experiments.evidence.bench.clock import timer
 
 KERNELS = {
     "attention": r"flash|fmha|attention",
@@ -41,8 +40,8 @@ class Watch:
         plain, capture, num_captures = Run.steps, torch.cuda.graph.__enter__, [0]
 
         def counts() -> tuple[float, int, int]:
-            wait_for_gpu()
-            return time.perf_counter(), num_captures[0], counters["stats"]["unique_graphs"]
+            # `timer` waits for the GPU first
+            return timer(), num_captures[0], counters["stats"]["unique_graphs"]
 
         def steps(run: Run, *hooks: Any) -> Iterator[int]:
             series = self.wall_seconds, self.captures, self.compiled
