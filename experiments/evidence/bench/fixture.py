@@ -20,7 +20,7 @@ from statistics import NormalDist
 from typing import Any
 
 import torch
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -42,48 +42,32 @@ EOS_PROBABILITY = 1 / 50  # per sampled token: 34 tokens on average, a third is 
 PROMPT_LENGTHS = (NormalDist(267, 80), 32, MAX_PROMPT_LENGTH)
 RESPONSE_LENGTHS = (NormalDist(35, 11.5), 2, MAX_COMPLETION_LENGTH)  # one word and the eos at least
 NUM_CALIBRATION_PROMPTS = 8
-VERSION = 1  # a fixture of another version on disk is built anew
+VERSION = 2  # a fixture of another version on disk is built anew
 
 
-def make_words(num_words: int, seed: int) -> list[str]:
-    """Distinct words of two to four syllables."""
-    rng = random.Random(seed)
-    syllables = [c + v for c in "bcdfghjklmnpqrstvwxz" for v in "aeiou"]
-    words: dict[str, None] = {}
-    while len(words) < num_words:
-        words["".join(rng.choices(syllables, k=rng.randint(2, 4)))] = None
-    return list(words)
+def words_of(shape: Shape) -> list[str]:
+    """A word for each token but eos and pad, with the space before it."""
+    return [f" w{number}" for number in range(2, shape.vocabulary)]
 
 
-def train_tokenizer(shape: Shape, seed: int) -> Any:
-    """A byte-level BPE of exactly `shape.vocabulary` tokens: eos 0, pad 1, nothing put in front."""
-    # More words than merges, the first ones more frequent: these become tokens of their own.
-    words = make_words(shape.vocabulary, seed)
-    lines = (f" {word}" * (2 + len(words) // (rank + 1)) for rank, word in enumerate(words))
-    bpe = ByteLevelBPETokenizer()
-    size, special = shape.vocabulary, [EOS, PAD]
-    bpe.train_from_iterator(lines, size, 0, show_progress=False, special_tokens=special)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer,
+def make_tokenizer(shape: Shape) -> Any:
+    """A tokenizer of exactly `shape.vocabulary` tokens: eos 0, pad 1, and a token for each word.
+
+    A text is split before every space, so that a prompt and a completion tokenised apart are the
+    tokens of both joined.
+    """
+    ids = {token: number for number, token in enumerate([EOS, PAD, *words_of(shape)])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([EOS, PAD])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
         eos_token=EOS,
         pad_token=PAD,
         model_max_length=shape.num_positions,
         clean_up_tokenization_spaces=False,
     )
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (EOS_ID, PAD_ID)
-    assert len(tokenizer) == shape.vocabulary, len(tokenizer)
-    return tokenizer
-
-
-def single_token_words(tokenizer: Any) -> list[str]:
-    """Words that are one token with the space before them, in the order of their ids.
-
-    The pre-tokenizer splits a text before every such space, so a text of n of them is n tokens, and
-    a prompt and a completion tokenised apart are the tokens of both joined.
-    """
-    space = "Ġ"  # how byte-level BPE writes a space
-    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return [" " + token[1:] for token, _ in tokens if token[0] == space and token[1:].isalpha()]
 
 
 def stratified_lengths(
@@ -102,7 +86,7 @@ def make_rows(kind: str, num_rows: int, words: Sequence[str], seed: int) -> list
     Args:
         kind: `sft` (prompt, completion), `preference` (prompt, chosen, rejected) or `prompts`.
         num_rows: How many.
-        words: Texts of one token each.
+        words: Of one token each.
         seed: Another one gives other words, and the same lengths in another order.
     """
     rng = random.Random(f"{seed} {kind} {num_rows}")
@@ -115,25 +99,6 @@ def make_rows(kind: str, num_rows: int, words: Sequence[str], seed: int) -> list
         {column: "".join(rng.choices(words, k=lengths[column][i])) for column in lengths}
         for i in range(num_rows)
     ]
-
-
-def token_lengths(rows: Sequence[dict[str, str]], tokenizer: Any) -> dict[str, list[int]]:
-    """Tokens of every text by column, the appended eos of completions counted.
-
-    Raises:
-        AssertionError: prompt and completion joined have other tokens than apart, or a special one.
-    """
-    lengths: dict[str, list[int]] = {column: [] for column in rows[0]}
-    for row in rows:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        lengths["prompt"].append(len(prompt))
-        assert not {EOS_ID, PAD_ID} & set(prompt)
-        for column in row.keys() - {"prompt"}:
-            ids = tokenizer(row[column])["input_ids"]
-            joint = tokenizer(row["prompt"] + row[column] + EOS)["input_ids"]
-            assert joint == [*prompt, *ids, EOS_ID], "the texts merge where they meet"
-            lengths[column].append(len(ids) + 1)
-    return lengths
 
 
 def model_config(shape: Shape) -> Any:
@@ -212,13 +177,14 @@ def build(name: str, folder: Path, seed: int = 0) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "data").mkdir(parents=True)
-    tokenizer = train_tokenizer(shape, seed)
-    words = single_token_words(tokenizer)
-
+    tokenizer, words = make_tokenizer(shape), words_of(shape)
     lengths = {}
     for row in EVERY_ROW.values():
         texts = make_rows(row.kind, row.num_rows, words, seed)
-        lengths[row.data_name] = token_lengths(texts, tokenizer)
+        lengths[row.data_name] = {  # of all but prompts with the eos
+            column: [text[column].count(" ") + (column != "prompt") for text in texts]
+            for column in texts[0]
+        }
         lines = "".join(json.dumps(text) + "\n" for text in texts)
         (folder / "data" / f"{row.data_name}.jsonl").write_text(lines)
 

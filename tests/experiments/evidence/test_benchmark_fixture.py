@@ -77,10 +77,11 @@ def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
 
 
 def test_the_fixture_is_a_function_of_its_seed(folder: Path):
-    tokenizer = fixture.train_tokenizer(MINI, 0)
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder / "policy").get_vocab()
-    words = fixture.single_token_words(tokenizer)
-    assert all(len(tokenizer(word)["input_ids"]) == 1 for word in words)
+    words, tokenizer = fixture.words_of(MINI), AutoTokenizer.from_pretrained(folder / "policy")
+    ids = [*range(2, MINI.vocabulary)]
+    assert tokenizer("".join(words))["input_ids"] == ids
+    assert tokenizer.decode(ids) == "".join(words)
+    assert tokenizer(f" w5{fixture.EOS}")["input_ids"] == [5, EOS_ID]
     rows = fixture.make_rows("preference", 8, words, 0)
     saved_rows = (folder / "data" / "preference-8.jsonl").read_text().splitlines()
     assert rows == [json.loads(line) for line in saved_rows]
