@@ -1,15 +1,13 @@
 """Speed of every stage on one GPU, compared with TRL: nine minutes, the most important first.
 
-    python -m experiments.evidence.bench.gpu           # --plan: its cases, with seconds on an H100
     python -m experiments.evidence.bench.gpu --resume  # what an earlier call had no time for
     python -m experiments.evidence.bench.gpu --parts trl --models gpt2-large
-    python -m experiments.evidence.bench.gpu --table        # prints the table again
     python -m experiments.evidence.bench.gpu --tiny         # the same on a CPU, by a tiny model
 
 Every case adds its line to `output/bench/gpu/results.jsonl` at once: what was measured, or the
-error. All texts and random weights are made here. Seconds are medians of steps between two waits
-for the GPU, without the first ones; one more step is under both profilers. TRL's times leave out
-what `trl_stages.py` says.
+error; `table.md` is next to it. All texts and random weights are made here. Seconds are medians of
+steps between two waits for the GPU, without the first ones; one more step is under both profilers.
+TRL's times leave out what `trl_stages.py` says.
 """
 
 import argparse
@@ -328,8 +326,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="no case may take longer")
     parser.add_argument("--tiny", action="store_true", help="by a tiny model, also on a CPU")
     parser.add_argument("--resume", action="store_true", help="keep the lines that are there")
-    parser.add_argument("--plan", action="store_true", help="print the cases only")
-    parser.add_argument("--table", action="store_true", help="print the table only")
     return parser.parse_args()
 
 
@@ -338,19 +334,13 @@ def main() -> None:
     started, arguments = time.monotonic(), parse_arguments()
     size, models = ("tiny", ["tiny"]) if arguments.tiny else ("gpu", arguments.models)
     cases = plan(models, arguments.parts, [EVERY_ROW[f"{size}-{s}"] for s in KINDS])
-    if arguments.plan:
-        for number, case in enumerate(cases, start=1):
-            so_far = sum(one.seconds for one in cases[:number])
-            print(f"{case.seconds:4} s, {so_far / 60:4.1f} min: {case.name}")
-        return
     bench = Bench(FOLDER / "tiny" if arguments.tiny else FOLDER, is_tiny=arguments.tiny)
-    if not arguments.table:
-        if not arguments.resume:
-            bench.file.unlink(missing_ok=True)
-            bench.results.clear()
-        distributed.start()
-        measure_all(bench, cases, started + 60 * arguments.minutes)
-        torch.distributed.destroy_process_group()
+    if not arguments.resume:
+        bench.file.unlink(missing_ok=True)
+        bench.results.clear()
+    distributed.start()
+    measure_all(bench, cases, started + 60 * arguments.minutes)
+    torch.distributed.destroy_process_group()
     (bench.folder / "table.md").write_text(table(bench.results) + "\n")
     print(f"\n{table(bench.results)}")
 
