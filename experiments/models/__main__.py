@@ -1,6 +1,6 @@
 """Which models are right, compared with plain transformers on texts without padding.
 
-    python -m experiments.models PATH               # your folder: what is right, the flag to use
+    python -m experiments.models PATH               # your folder: what is right, with which flags
     python -m experiments.models                    # a tiny model of every causal type
     python -m experiments.models gemma4_text qwen3  # of these types, again
 
@@ -57,7 +57,7 @@ def measure(name: str, ranks: int) -> table.Row:
 
 
 def of_folder(path: str) -> None:
-    """Print each result of a user's folder as it comes, and the flags to use."""
+    """Print each result of a user's folder as it comes, and the table of what is right."""
     distributed.start()
     results = []
     for layout in cells.LENGTHS:
@@ -65,7 +65,7 @@ def of_folder(path: str) -> None:
             results.append(result)
             seen = table.outcome(result).replace("FOLDER", path)
             print(f"{layout}: {result['cell']}: {seen}", flush=True)
-    print(table.advice({"type": path, "results": results}))
+    print(table.page({path: {"results": results, "end": ""}}))
 
 
 def of_types(names: Sequence[str], output_dir: str, jobs: int, ranks: int) -> None:
@@ -77,7 +77,7 @@ def of_types(names: Sequence[str], output_dir: str, jobs: int, ranks: int) -> No
         row = measure(name, ranks)
         with file.open("a") as lines:
             lines.write(json.dumps(row) + "\n")
-        print(table.line(row), file=sys.stderr, flush=True)
+        print(name, row.get("end", "has no row"), file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, names or [n for n in shrink.types() if n not in table.read(file)]))

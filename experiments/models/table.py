@@ -1,4 +1,4 @@
-"""What was seen, as text: of a type in a line, of all in a table with the flag to use."""
+"""What was seen, as text: a cell in words, and a table with the flag to use."""
 
 import json
 import re
@@ -35,37 +35,10 @@ def layout_of(row: Row) -> str:
     return next(right, "")
 
 
-def line(row: Row) -> str:
-    """A row in a line of the terminal."""
-    if reason := row.get("not a decoder"):
-        return f"{row['type']}: {reason}"
-    texts = [f"{row['type']} ({row['seconds']:.0f} s)"]
-    for layout in ("shared_prefix", "padded"):
-        kinds: dict[str, list[str]] = {}
-        for name, each in cells(row, layout).items():
-            kinds.setdefault(each["kind"], []).append(name)
-        texts += [f"{layout}: {kind} {', '.join(names)}" for kind, names in kinds.items()]
-    return "; ".join([*texts, *filter(None, [row["end"]])])
-
-
 def outcome(result: Row) -> str:
     """What a cell shows, in words."""
     number = f"the largest difference is {result.get('value', 0.0):.1e}"
     return f"{result['kind']} ({result.get('text') or number})"
-
-
-def advice(row: Row) -> str:
-    """The flags with which a folder is right."""
-    layout = layout_of(row)
-    if not layout:
-        return f"{row['type']}: right in no layout"
-    kinds = {name: each["kind"] == "right" for name, each in cells(row, layout).items()}
-    flags = [f"--layout {layout}"]
-    flags += [] if kinds["bf16"] else ["--bf16 false"]
-    flags += [] if kinds["exact KL"] else ["--kl_estimator k2 or k3"]
-    flags += [] if kinds["GRPO"] else ["--num_sample_prompts 0, and no GRPO"]
-    without = [name for name, is_right in kinds.items() if not is_right]
-    return f"use {'; '.join(flags)}" + f" (not right: {', '.join(without)})" * bool(without)
 
 
 def page(rows: Mapping[str, Row]) -> str:
