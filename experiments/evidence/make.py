@@ -100,10 +100,8 @@ def make(recording: Recording, commit: str, tree: Path) -> bool:
 
 def run(recording: Recording, tree: Path) -> int:
     """Run a part's command: its exit status. `starts.json` gets the seconds of every start."""
-    out, command = (
-        tree / recording.out,
-        [str(studies.ROOT / recording.python), "-m", *recording.words.split()],
-    )
+    out = tree / recording.out
+    command = [str(studies.ROOT / recording.python), "-m", *recording.words.split()]
     earlier = json.loads((out / STARTS).read_text()) if (out / STARTS).is_file() else []
     environment = {"OMP_NUM_THREADS": str(recording.threads)}
     if not recording.takes_gpu:
@@ -134,10 +132,7 @@ def keep(recording: Recording, tree: Path, record: Record) -> None:
     Raises:
         FileNotFoundError: a glob finds nothing; the old record stays.
     """
-    new, folder = (
-        studies.RECORDS / f".{recording.name}",
-        tree / recording.folder.format(out=recording.out),
-    )
+    new, folder = studies.RECORDS / f".{recording.name}", tree / (recording.folder or recording.out)
     files = {pattern: sorted(folder.glob(pattern)) for pattern in recording.keep}
     if missing := [pattern for pattern, matches in files.items() if not matches]:
         raise FileNotFoundError(f"{recording.name}: nothing is {' or '.join(missing)} in {folder}")

@@ -22,7 +22,7 @@ def write() -> None:
     """Put the tables of what is recorded into the pages, and draw the pictures."""
     for page in PAGES:
         page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
-    for name, draw in studies.figures().items():
+    for name, draw in studies.functions("FIGURES").items():
         if studies.read_record(name):
             draw()
 
@@ -33,7 +33,7 @@ def filled(text: str, *, is_in_docs: bool = True) -> str:
     Raises:
         KeyError: a place has the name of no table.
     """
-    recordings, tables = studies.recordings(), {"records": records, **studies.tables()}
+    recordings, tables = studies.recordings(), {"records": records, **studies.functions("TABLES")}
     linked = set() if is_in_docs else {*recordings}
 
     def table(place: re.Match[str]) -> str:

@@ -41,7 +41,8 @@ def differences() -> str:
             pairs = [(lines[name][key], lines["sft"][key]) for lines in seeds]
             by_seed = [scale * (new - sft) for new, sft in pairs if new is not None is not sft]
             changes[head] = (by_seed, digits)
-        wins = [100 * win_rate(result, name, "sft") - 50 for result in results.values()]
+        rates = [win_rate(result, name, "sft") for result in results.values()]
+        wins = [100 * rate - 50 for rate in rates if rate is not None]
         changes["RM preference at equal length - 50, %"] = (wins, 1)
         for head, (by_seed, digits) in changes.items():
             power = power_of(over_seeds(by_seed))

@@ -54,12 +54,8 @@ def settings(command: str, root: Path) -> str:
 
 def is_same_command(commands: Sequence[str], command: str) -> bool:
     """Whether recorded commands are this one; its module may have moved to another folder."""
-    return {without_rooms(text) for text in commands} == {without_rooms(command)}
-
-
-def without_rooms(command: str) -> str:
-    """A command with the last name of its module only."""
-    return re.sub(r"^[\w.]*\.", "", command)
+    folders = re.compile(r"^[\w.]*\.")
+    return {folders.sub("", text) for text in commands} == {folders.sub("", command)}
 
 
 def digest(value: Any) -> str:

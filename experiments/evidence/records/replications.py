@@ -56,17 +56,11 @@ def measured(results: Results) -> dict[str, dict[str, float | None]]:
     for name in dict.fromkeys([*generations, *accuracies]):
         sampled = generations.get(name)
         rewards = sampled.rewards if sampled else {}
-        wins = [
-            rate.length_controlled.win_rate
-            for rate in results.win_rates
-            if (rate.a, rate.b) == (name, REFERENCE) and rate.judge in models
-            if rate.length_controlled
-        ]
         lines[name] = {
             "accuracy": mean_of(accuracies.get(name)),
             "gold": mean_of(rewards.get("gold")),
             "model": mean_of(next((rewards[model] for model in models if model in rewards), None)),
-            "wins": next(iter(wins), None),
+            "wins": win_rate(results, name, REFERENCE),
             "rouge_l": mean_of(sampled.rouge_l) if sampled else None,
             "kl": mean_of(sampled.kl) if sampled else None,
             "length": sampled.length if sampled else None,
@@ -92,16 +86,12 @@ def means(recorded: str) -> str:
     return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
 
 
-def win_rate(results: Results, name: str, other: str) -> float:
+def win_rate(results: Results, name: str, other: str) -> float | None:
     """Share of pairs in which the reward model prefers a system, at equal length."""
     models = reward_models(results.systems)
-    (rate,) = (
-        rate.length_controlled.win_rate
-        for rate in results.win_rates
-        if (rate.a, rate.b) == (name, other) and rate.judge in models
-        if rate.length_controlled
-    )
-    return rate
+    rates = [r for r in results.win_rates if (r.a, r.b) == (name, other) and r.judge in models]
+    at_equal_length = [rate.length_controlled for rate in rates if rate.length_controlled]
+    return at_equal_length[0].win_rate if at_equal_length else None
 
 
 def reward_models(systems: Iterable[System]) -> list[str]:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from common.config.recipes import read_recipe
@@ -20,7 +19,7 @@ from experiments.runs.sweep.sweep_file import entry
 
 ROOT = Path(__file__).resolve().parents[3]
 STUDIES, RECORDS = ROOT / "assets" / "recipes", ROOT / "assets" / "results"
-RECORD, TABLES = "record.json", "tables.py"
+RECORD = "record.json"
 STAGES = ("sft", "reward", "dpo", "grpo")
 
 
@@ -33,7 +32,7 @@ class Recording:
     command: str  # behind `python -m`; {out} is the part's folder
     keep: Sequence[str]  # globs in the folder; `printed.md` has what was printed
     keep_by: str = ""  # `module:function` that keeps more, of that folder in the record's
-    folder: str = "{out}"
+    folder: str = ""  # that it writes to, if not {out}
     needs: Sequence[str] = ()  # what only another part or a download makes
     reads: Sequence[str] = ()  # recipes that the command does not name
     stages: Sequence[str] = STAGES  # whose trajectories decide the figures; none: the commit does
@@ -91,25 +90,12 @@ def recordings() -> dict[str, Recording]:
     return {each.name: each for each in sorted(by_name.values(), key=level)}
 
 
-def tables_modules() -> dict[str, ModuleType]:
-    """The `tables.py` of each study that has one."""
-    names = [file.parent.name for file in sorted(STUDIES.glob(f"*/{TABLES}"))]
-    return {name: importlib.import_module(f"assets.recipes.{name}.tables") for name in names}
-
-
-def tables() -> dict[str, Callable[[], str]]:
-    """The tables of all studies, by their places."""
-    every: dict[str, Callable[[], str]] = {}
-    for module in tables_modules().values():
-        every |= module.TABLES
-    return every
-
-
-def figures() -> dict[str, Callable[[], object]]:
-    """Functions that draw the pictures of a part anew, by part."""
-    every: dict[str, Callable[[], object]] = {}
-    for module in tables_modules().values():
-        every |= getattr(module, "FIGURES", {})
+def functions(name: str) -> dict[str, Callable[[], Any]]:
+    """What the `tables.py` of all studies have by a name, `TABLES` or `FIGURES`, in one."""
+    every: dict[str, Callable[[], Any]] = {}
+    for file in sorted(STUDIES.glob("*/tables.py")):
+        module = importlib.import_module(f"assets.recipes.{file.parent.name}.tables")
+        every |= getattr(module, name, {})
     return every
 
 

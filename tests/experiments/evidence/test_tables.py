@@ -56,7 +56,7 @@ def test_tables_are_those_of_the_records(page: Path):
 )
 def test_a_picture_is_as_narrow_as_a_phone_needs(part, tmp_path, monkeypatch):
     monkeypatch.setattr(studies, "ROOT", tmp_path)
-    picture = studies.figures()[part]()
+    picture = studies.functions("FIGURES")[part]()
     assert isinstance(picture, Path)
     assert picture.parent == tmp_path / "assets"
     with Image.open(picture) as image:
