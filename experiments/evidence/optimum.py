@@ -158,7 +158,6 @@ def preference(
     *,
     on_policy: bool = True,
     flipped: float = 0.0,
-    per_token: bool = False,
     **options: Any,
 ) -> Tensor:
     """A loss of the DPO family over all pairs, labelled by Bradley-Terry on the reward.
@@ -168,7 +167,6 @@ def preference(
         logits: (S, V) of the policy.
         on_policy: Pairs are drawn from the policy; else from the reference.
         flipped: Share of the labels that are wrong.
-        per_token: The loss is given the lengths of the completions.
         **options: Of `preference_loss`.
     """
     logps, ref = problem.logps(logits), problem.logps(problem.ref_logits)
@@ -177,10 +175,9 @@ def preference(
     wins = torch.sigmoid(problem.rewards[first] - problem.rewards[second])
     wins = (1 - flipped) * wins + flipped * (1 - wins)
     lengths = problem.mask.sum(dim=1)
-    if per_token:
-        options = options | {"chosen_lengths": lengths[first], "rejected_lengths": lengths[second]}
+    options |= {"chosen_lengths": lengths[first], "rejected_lengths": lengths[second]}
     loss = preference_loss(
-        logps[first], logps[second], ref[first], ref[second], **({"beta": BETA} | options)
+        logps[first], logps[second], ref[first], ref[second], beta=BETA, **options
     )
     # Every pair stands here in both orders: once with each of its labels.
     return (sampler[first] * sampler[second] * wins * loss).sum()
@@ -235,15 +232,15 @@ PREFERENCE: dict[str, Objective] = {
     "DPO, pairs from the policy": preference,
     "DPO, pairs from the reference": partial(preference, on_policy=False),
     "DPO, a tenth of the labels flipped": partial(preference, flipped=0.1),
-    "`sigmoid_norm`": partial(preference, loss_type="sigmoid_norm", per_token=True),
+    "`sigmoid_norm`": partial(preference, loss_type="sigmoid_norm"),
     "`robust`, a tenth of the labels flipped": partial(
         preference, flipped=0.1, loss_type="robust", label_smoothing=0.1
     ),
     "DPO with label smoothing 0.1": partial(preference, label_smoothing=0.1),
     "`ipo`": partial(preference, on_policy=False, loss_type="ipo"),
-    "`ipo_mean`": partial(preference, on_policy=False, loss_type="ipo_mean", per_token=True),
+    "`ipo_mean`": partial(preference, on_policy=False, loss_type="ipo_mean"),
     "`hinge`": partial(preference, loss_type="hinge"),
-    "`simpo`": partial(preference, loss_type="simpo", per_token=True),
+    "`simpo`": partial(preference, loss_type="simpo"),
 }
 
 
