@@ -15,8 +15,6 @@ those of GRPO do, since each side samples.
 import argparse
 import json
 import os
-import platform
-import sys
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -100,8 +98,6 @@ def machine(threads: int) -> Result:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "python": platform.python_version(),
-        "system": sys.platform,
         "versions": {name: metadata.version(name) for name in ("torch", "transformers", "trl")},
     }
 

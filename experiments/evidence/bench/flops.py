@@ -7,7 +7,6 @@ of a forward pass are in `experiments/plan/work.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from experiments.evidence.bench.rows import BenchRow, Shape
 from experiments.plan import work
@@ -16,30 +15,20 @@ from experiments.plan.footprint import Decoder
 FORWARD, TRAIN = 1, 3  # passes: forward alone; forward and backward
 
 
-def decoder(shape: Shape) -> Decoder:
+def decoder(shape: Shape, *, has_head: bool = True) -> Decoder:
     """A GPT-2: 12 width^2 weights in a block (4 attention, of which 2 keys and values; 8 MLP)."""
-    width = shape.width
-    return Decoder(shape.num_layers, 12 * width**2, 2 * width**2, width, width * shape.vocabulary)
-
-
-def group_flops(shape: Shape, prompt: float, completions: Sequence[float], *, head: bool) -> float:
-    """One forward pass of a prompt and its completions; see `experiments.plan.work.group_flops`."""
-    model = decoder(shape)
-    return work.group_flops(model if head else replace(model, head_weights=0), prompt, completions)
+    width, head_weights = shape.width, shape.width * shape.vocabulary * has_head
+    return Decoder(shape.num_layers, 12 * width**2, 2 * width**2, width, head_weights)
 
 
 def step_flops(
-    row: BenchRow,
-    shape: Shape,
-    lengths: dict[str, Sequence[int]],
-    completion_length: float = 0.0,
+    row: BenchRow, shape: Shape, lengths: dict[str, Sequence[int]], completion_length: float = 0.0
 ) -> float:
     """The floor of one optimiser step.
 
-    SFT and reward model: forward and backward. DPO: the same, and a forward of the reference unless
-    it was computed ahead. GRPO: a forward to sample (a token's keys and values are kept, so each
-    token passes once), a forward of the reference, forward and backward, and a forward of the
-    reward model where there is one; the sampler's log-probabilities serve as the old ones.
+    Forward and backward; the reference of DPO was computed ahead. GRPO: also a forward to sample (a
+    token's keys and values are kept, so each token passes once) and one of the reference; the
+    sampler's log-probabilities serve as the old ones.
 
     Args:
         row: What is trained.
@@ -50,14 +39,11 @@ def step_flops(
     columns = [lengths[column] for column in sorted(lengths) if column != "prompt"]
     if row.stage == "grpo":
         columns = [[completion_length] * row.num_rows] * row.num_generations
-    completions = list(zip(*columns, strict=True))  # by row of text
-    total = 0.0
-    for prompt, group in zip(lengths["prompt"], completions, strict=True):
-        passes = TRAIN + 2 * FORWARD if row.stage == "grpo" else TRAIN
-        total += passes * group_flops(shape, prompt, group, head=row.stage != "reward")
-        if row.with_reward_model:
-            total += FORWARD * group_flops(shape, prompt, group, head=False)
-    return total
+    passes = TRAIN + 2 * FORWARD if row.stage == "grpo" else TRAIN
+    model = decoder(shape, has_head=row.stage != "reward")
+    completions = zip(*columns, strict=True)  # by row of text
+    groups = zip(lengths["prompt"], completions, strict=True)
+    return passes * sum(work.group_flops(model, prompt, group) for prompt, group in groups)
 
 
 def step_units(row: BenchRow, lengths: dict[str, Sequence[int]]) -> int:

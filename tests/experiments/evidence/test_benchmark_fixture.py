@@ -26,9 +26,10 @@ from common.text.reading import load_rows
 from common.text.schemas import Row
 from common.text.tokenise import tokenize_rows
 from experiments.evidence.bench import __main__ as bench
-from experiments.evidence.bench import fixture, flops, processes, sides
+from experiments.evidence.bench import fixture, flops, processes
 from experiments.evidence.bench.fixture import EOS_ID
 from experiments.evidence.bench.rows import ROWS, SHAPES, BenchRow, Shape
+from experiments.plan import work
 from experiments.runs.stages import config_class
 
 MINI = Shape(num_layers=2, width=64, num_heads=2, vocabulary=1024, num_positions=512)
@@ -115,10 +116,10 @@ def test_a_forward_costs_what_is_worked_out_by_hand():
     attention = pairs * (2 * 2 + 2 * 2)
     head = 2 * 2 * 2 * 10
     expected = linear + attention + head
-    assert flops.group_flops(TOY, 3, [2], head=True) == expected == 496
+    assert work.group_flops(flops.decoder(TOY), 3, [2]) == expected == 496
     # A second completion sees the prompt, not the first one.
     more = 2 * 2 * 48 + (4 + 5) * 8 + head
-    assert flops.group_flops(TOY, 3, [2, 2], head=True) == expected + more
+    assert work.group_flops(flops.decoder(TOY), 3, [2, 2]) == expected + more
 
 
 def test_linear_layers_cost_what_pytorch_counts():
@@ -137,7 +138,6 @@ def test_linear_layers_cost_what_pytorch_counts():
         ("reward", 3 * (416 + 264)),  # no vocabulary head
         ("dpo-precomputed", 3 * (496 + 344)),
         ("grpo-1x8", 5 * (496 + 7 * 344)),
-        ("grpo-1x8-reward-model", 5 * (496 + 7 * 344) + 416 + 7 * 264),
     ],
 )
 def test_a_step_costs_its_passes(name: str, expected: int):
@@ -179,14 +179,6 @@ def test_figures_leave_the_warm_up_out_and_first_steps_are_compared():
     assert line["ratio"] == pytest.approx(3)
     assert line["ours"]["peak_mb"] == 150
     assert line["difference"] == pytest.approx(0.25)
-
-
-def test_every_row_has_a_command():
-    for row in ROWS.values():
-        command = sides.our_command(row, Path("fixture"), 3, Path("out"))
-        assert command[0] == f"train_{row.stage}.py"
-        assert (processes.REPOSITORY / command[0]).exists()
-        assert command[command.index("--max_steps") + 1] == "3"
 
 
 def system(gold: float, kl: float = 0.5) -> dict[str, object]:
