@@ -96,7 +96,7 @@ quality: $(BENCH_VENV)/.installed
 	$(RUN) $(BENCH_VENV)/bin/python -m assets.recipes.bench.quality
 
 conformance: $(CONFORMANCE_VENV)/.installed
-	$(RUN) $(CONFORMANCE_VENV)/bin/python -m experiments.evidence.conformance
+	$(RUN) $(CONFORMANCE_VENV)/bin/python -m assets.recipes.conformance
 
 setup: $(VENV)/.installed
 
@@ -116,10 +116,10 @@ $(BENCH_VENV)/.installed: requirements.txt $(LOCK) experiments/evidence/bench/re
 	$(call install,$(BENCH_VENV),experiments/evidence/bench/requirements.txt)
 	touch $@
 
-$(CONFORMANCE_VENV)/.installed: requirements.txt $(LOCK) experiments/evidence/conformance/requirements.txt
+$(CONFORMANCE_VENV)/.installed: requirements.txt $(LOCK) assets/recipes/conformance/requirements.txt
 	$(call install,$(CONFORMANCE_VENV),requirements.txt)
 	$(CONFORMANCE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		-r experiments/evidence/conformance/requirements.txt
+		-r assets/recipes/conformance/requirements.txt
 	touch $@
 
 # torchvision and its like come with vLLM for other builds of torch; nothing here needs them.

@@ -15,13 +15,13 @@ import trl_code
 from torch import Tensor
 from trl.experimental.cpo import CPOTrainer
 
+from assets.recipes.conformance.case import CASES, OurCase, compute
+from assets.recipes.conformance.trl_case import TrlCase
 from common import losses
 from common.advantages import group_advantages
 from common.forward import Policy
 from common.objectives.policy.sampler_weights import CORRECTIONS, sampler_weights
 from common.padding import padded_batch
-from experiments.evidence.conformance.case import CASES, OurCase, compute
-from experiments.evidence.conformance.trl_case import TrlCase
 
 NUM_ROWS, NUM_COLUMNS = 12, 6
 MASK = torch.arange(NUM_COLUMNS) < torch.tensor([6, 1, 3, 4, 2, 6, 5, 1, 6, 2, 3, 4])[:, None]

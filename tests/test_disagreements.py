@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
+from assets.recipes.conformance.case import OurCase, compute
+from assets.recipes.conformance.trl_case import TrlCase
 from common.advantages import EPSILON, normalise_globally
 from common.config.grpo import GRPOConfig
 from common.forward import Policy, RewardModel
@@ -26,8 +28,6 @@ from common.grpo import rollouts
 from common.model import load
 from common.objectives.kinds import PreferenceLoss
 from common.padding import padded_batch
-from experiments.evidence.conformance.case import OurCase, compute
-from experiments.evidence.conformance.trl_case import TrlCase
 
 
 def close(value: Any, expected: Any, tolerance: float = 1e-6) -> None:

@@ -19,6 +19,7 @@ import yaml
 from ranks import SHORT_RUN, launch, run_stages, untimed_lines
 
 import evaluate
+from assets.recipes.conformance.case import CASES
 from common import losses
 from common.checkpoint import layout
 from common.config.dpo import DPOConfig
@@ -31,7 +32,6 @@ from common.objectives.implicit_reward import ImplicitReward
 from common.objectives.kinds import Advantages, PolicyObjective, PreferenceLoss
 from common.report import evaluation_report
 from experiments.evidence import optimum
-from experiments.evidence.conformance.case import CASES
 from tests.variants import REWARD_FILE, stopping_model_job
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -12,7 +12,7 @@ pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed (Pyth
 
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
-from experiments.evidence.conformance.trl_case import GRPOTrainer, TrlCase  # noqa: E402
+from assets.recipes.conformance.trl_case import GRPOTrainer, TrlCase  # noqa: E402
 
 
 def by_function(weights: list[float]) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 """Claim: this project computes the golden cases, and each recorded difference has its reason.
 
 TRL computes what is recorded too; the other libraries are not needed: `make conformance` runs them.
-About `experiments.evidence.conformance`.
+About `assets.recipes.conformance`.
 """
 
 import importlib
 
 import pytest
 
+from assets.recipes.conformance.__main__ import table, unexplained
+from assets.recipes.conformance.case import CASES, OurCase, verdict
 from common import losses
-from experiments.evidence.conformance.__main__ import table, unexplained
-from experiments.evidence.conformance.case import CASES, OurCase, verdict
 from experiments.evidence.records import studies
 
 HEADS, *ROWS = RECORD = studies.cells(studies.printed("conformance/printed.md"))
@@ -24,7 +24,7 @@ def test_value_and_gradient_are_the_golden_ones(case: dict):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_trl_computes_what_is_recorded(row: list[str]):
     pytest.importorskip("trl")
-    trl_case = importlib.import_module("experiments.evidence.conformance.trl_case")
+    trl_case = importlib.import_module("assets.recipes.conformance.trl_case")
     (case,) = (case for case in CASES if case["name"] == row[0])
     assert verdict(case, trl_case.TrlCase) == row[HEADS.index("TRL")]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental import cpo
 
-from experiments.evidence.conformance.case import Case
+from assets.recipes.conformance.case import Case
 
 DPO = {"loss_weights": [1.0], "f_divergence_type": "reverse_kl", "label_smoothing": 0.0}
 GRPO = {"epsilon_low": 0.2, "epsilon_high": 0.2, "top_entropy_quantile": 1.0, "beta": 0.0}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchrl.objectives.llm import grpo
 
-from experiments.evidence.conformance.case import Case
+from assets.recipes.conformance.case import Case
 
 NOT_INSTALLED = ["aiohttp", "deepspeed", "deepspeed.runtime.zero.partition_parameters", "ray"]
 NOT_INSTALLED += ["ray.util.placement_group", "ray.util.scheduling_strategies", "vllm"]

@@ -1,6 +1,10 @@
-"""A table of what this project and other libraries compute on the golden cases.
+"""What TRL, verl, OpenRLHF and torchrl compute for the same objective, on golden cases.
 
     make conformance
+
+`cases.json` has the cases: inputs, value and gradient worked out by hand, how each library is
+called (one that is not named has no such function), and why it differs. A library is a `Case` whose
+methods, one per family of cases, call the library's code and hold no formula.
 
 The exit status is 1 if this project differs, or another library without a reason in `cases.json`.
 """
@@ -9,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
+from assets.recipes.conformance.case import CASES, Case, verdict
 from common.report import markdown
-from experiments.evidence.conformance.case import CASES, Case, verdict
 
 
 def table(libraries: Sequence[type[Case]]) -> list[list[str]]:
@@ -35,7 +39,7 @@ def unexplained(rows: Sequence[Sequence[str]]) -> list[str]:
 def main() -> None:
     """Print the table and the versions; exit with 1 where a difference has no reason."""
     for name in ("trl_case", "peers"):
-        import_module(f"experiments.evidence.conformance.{name}")
+        import_module(f"assets.recipes.conformance.{name}")
     libraries = Case.__subclasses__()
     rows = table(libraries)
     versions = [f"{each.library} {metadata.version(each.library)}" for each in libraries[1:]]
