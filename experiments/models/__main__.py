@@ -32,7 +32,7 @@ PROCESSES.set_forkserver_preload([cells.__name__])
 
 
 def measure(name: str, ranks: int) -> table.Row:
-    """The row of a type, from one or several processes of its own."""
+    """The row of a type, from one or several separate processes."""
     if reason := shrink.not_a_decoder(name):
         return {"type": name, "not a decoder": reason}
     start, port = time.monotonic(), get_free_port()

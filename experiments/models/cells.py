@@ -105,11 +105,14 @@ class Subject:
         gaps = torch.cat(exact) - torch.cat(self.expected)
         return max(RIGHT, 4 * float(gaps.abs().max()))
 
-    def gap(self, values: Tensor, expected: Sequence[Tensor]) -> float:
-        """Largest difference of a batch's values (B, C) from those of its completions."""
+    def gaps(self, values: Tensor, expected: Sequence[Tensor]) -> Tensor:
+        """Differences of a batch's values (B, C) from those of its completions, token by token."""
         rows = zip(values.detach(), self.batch.completion_mask, self.batch.slots, strict=True)
-        gaps = [row[mask] - expected[slot] for row, mask, slot in rows]
-        return float(torch.cat(gaps).abs().max())
+        return torch.cat([row[mask] - expected[slot] for row, mask, slot in rows]).abs()
+
+    def gap(self, values: Tensor, expected: Sequence[Tensor]) -> float:
+        """The largest of these."""
+        return float(self.gaps(values, expected).max())
 
 
 def move(lm: Any) -> None:
@@ -256,8 +259,7 @@ def bf16(subject: Subject) -> float:
     with torch.no_grad():
         token_logps = subject.policy(bf16=True)(subject.batch).token_logps
     plain = logps_of(subject.plain(subject.folder, torch.bfloat16), subject.pairs)
-    rows = zip(token_logps, subject.batch.completion_mask, subject.batch.slots, strict=True)
-    ours = torch.cat([(row[m] - subject.expected[slot]).abs() for row, m, slot in rows]).mean()
+    ours = subject.gaps(token_logps, subject.expected).mean()
     return max(0.0, float(ours - 2 * (torch.cat(plain) - torch.cat(subject.expected)).abs().mean()))
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     folder = processes.REPOSITORY / "output" / "bench" / arguments.model
     fixture = folder / "fixture"
     build = ["-m", "experiments.evidence.bench.fixture", f"--model={arguments.model}"]
-    build += [f"--folder={fixture}"]  # in a process of its own: see `processes`
+    build += [f"--folder={fixture}"]  # in a separate process: see `processes`
     processes.run(build, folder / "fixture.log", threads=arguments.threads)
     results = measure(arguments, folder)
     about_texts = json.loads((fixture / "fixture.json").read_text())

@@ -10,7 +10,6 @@ and collating its rows; nothing is saved or evaluated, and only the first step i
 import argparse
 import gc
 import importlib.util
-import json
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from common.distributed import peak_resident_gb
 from common.errors import gist
-from common.record.jsonl import json_line
+from common.record.jsonl import json_line, read_jsonl
 from experiments.evidence.bench.clock import timer
 from experiments.evidence.bench.reward_function import even_share
 from experiments.evidence.bench.rows import (
@@ -52,7 +51,7 @@ SETTINGS: dict[str, Any] = {
 SETTINGS_OF_STAGE: dict[str, dict[str, Any]] = {
     "sft": {"completion_only_loss": True},
     "reward": {},
-    "dpo": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 1},  # as here
+    "dpo": {"precompute_ref_log_probs": True},  # as here
     # One update per rollout; a KL weight above 0, so that the reference is computed
     "grpo": {
         "max_completion_length": MAX_COMPLETION_LENGTH,
@@ -96,49 +95,39 @@ def trainer_of(
     return trainer(str(path), train_dataset=rows, **more)
 
 
-def make_trainer(
-    row: BenchRow,
-    fixture: Path,
-    steps: int,
-    folder: str,
-    seed: int,
-    size: int,
-    **more_settings: Any,
-) -> Any:
-    """The trainer of a row; its micro-batch has `size` rows."""
-    per_step = row.num_rows * max(1, row.num_generations)
+def train(
+    row: BenchRow, fixture: Path, steps: int, seed: int, size: int, **more_settings: Any
+) -> dict[str, Any]:
+    """Train a row in micro-batches of `size` rows.
+
+    Returns step times, the first loss and gradient norm, and GRPO's mean completion length.
+    """
     settings = SETTINGS_OF_STAGE[row.stage] | more_settings
     settings |= {
-        "output_dir": folder,
         "seed": seed,
         "max_steps": steps,
         "per_device_train_batch_size": size,
-        "gradient_accumulation_steps": per_step // size,
+        "gradient_accumulation_steps": row.num_rows * max(1, row.num_generations) // size,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
     }
     more: dict[str, Any] = {}
+    if row.stage == "dpo":
+        settings["precompute_ref_batch_size"] = size
     if row.stage == "grpo":
         settings["num_generations"] = row.num_generations
         reward_model = str(fixture / "reward_model")
         more["reward_funcs"] = reward_model if row.with_reward_model else even_share
-    path = fixture / "data" / f"{row.data_name}.jsonl"
-    rows = datasets.Dataset.from_list([json.loads(line) for line in path.read_text().splitlines()])
+    rows = datasets.Dataset.from_list(read_jsonl(fixture / "data" / f"{row.data_name}.jsonl"))
     model = fixture / ("reward_model" if row.stage == "reward" else "policy")
-    return trainer_of(row.stage, model, rows, settings, **more)
-
-
-def train(
-    row: BenchRow, fixture: Path, steps: int, seed: int, size: int, **settings: Any
-) -> dict[str, Any]:
-    """Step times, the first loss and gradient norm, and GRPO's mean completion length."""
-    timer = StepTimer()
+    steps_timer = StepTimer()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(row, fixture, steps, folder, seed, size, **settings)
-        trainer.add_callback(timer)
+        settings["output_dir"] = folder
+        trainer = trainer_of(row.stage, model, rows, settings, **more)
+        trainer.add_callback(steps_timer)
         trainer.train()
     log = trainer.state.log_history
-    record = {"step_seconds": timer.seconds} | {n: log[0][n] for n in ("loss", "grad_norm")}
+    record = {"step_seconds": steps_timer.seconds} | {n: log[0][n] for n in ("loss", "grad_norm")}
     if row.stage == "grpo":  # the record at the end averages over all steps that were not logged
         record["completion_length"] = float(log[-1][LENGTH_METRIC])
     return record
@@ -156,7 +145,6 @@ def tune(arguments: argparse.Namespace) -> None:
     for size, extra in [*((size, "") for size in sizes), *((0, name) for name in extras)]:
         size = size or min(seconds, key=seconds.__getitem__, default=0)
         settings = {extra: True} if extra else {}
-        settings |= {"precompute_ref_batch_size": size} if row.stage == "dpo" else {}
         record: dict[str, Any] = {"variant": f"{size} rows" + f", {extra}" * bool(extra)}
         gc.collect()
         if on_gpu:
