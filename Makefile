@@ -71,7 +71,7 @@ tolerances: setup
 	$(RUN) $(BIN)/python -m tests.tolerances --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 models: setup
-	$(RUN) $(BIN)/python -m experiments.models $(MODELS) $(FLAGS)
+	$(RUN) $(BIN)/python -m assets.recipes.models $(MODELS) $(FLAGS)
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest tests/sampling/test_vllm.py

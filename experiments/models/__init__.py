@@ -1,5 +1,5 @@
-"""Which models are right: every causal type of transformers as a tiny model, or a user's folder.
+"""What is right for a model: `cells` compares the stages' functions with plain transformers.
 
-`shrink` makes the tiny models, `cells` compares the stages' functions with plain transformers,
-`table` prints what was seen; `python -m experiments.models` runs them.
+`table` prints what was seen, of a folder (`python -m experiments.models PATH`), and of the tiny
+models of all types that `make models` makes (`assets/recipes/models`).
 """

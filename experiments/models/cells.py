@@ -4,10 +4,6 @@ Plain transformers computes each text alone, in one row without padding. A cell 
 largest difference from it, `refused` with the sentence, `wrong`, or a `traceback`.
 """
 
-import contextlib
-import io
-import json
-import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +32,6 @@ from common.grpo import minibatches
 from common.losses import sft_loss
 from common.model import checks, fsdp, load, optim, text_part
 from common.sampling.sampler import Sampler
-from experiments.models import shrink
 
 RIGHT = 1e-3  # nats per token, or of a reward: rounding of float32, as the self-checks allow
 # Tokens of the longest prompt and completion; the windows of tiny models have 32
@@ -297,20 +292,3 @@ def run(folder: str, layout: str) -> Iterator[dict[str, Any]]:
                 text = f"{type(error).__name__}: {error} ({places})".replace(folder, "FOLDER")
                 yield result | {"kind": "traceback", "text": " ".join(text.split())}
         distributed.barrier()
-
-
-def run_type(name: str, file: str, ranks: int = 1, rank: int = 0, port: int = 0) -> None:
-    """Write the cells of a tiny model of a type, in both layouts, into a file."""
-    if ranks > 1:  # as torchrun says it
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ.update(address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)})
-    distributed.start(60.0)
-    silent = contextlib.redirect_stdout(io.StringIO())
-    with tempfile.TemporaryDirectory() as made, open(file, "a", buffering=1) as lines, silent:
-        folder = distributed.from_rank0(made)
-        if distributed.is_rank0():
-            shrink.save(name, Path(folder))
-        distributed.barrier()
-        for layout in LENGTHS:
-            for result in run(folder, layout):
-                lines.write(f"{json.dumps(result)}\n" * distributed.is_rank0())

@@ -1,9 +1,7 @@
 """What was seen, as text: a cell in words, and a table with the flag to use."""
 
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from common.report import markdown
@@ -16,12 +14,6 @@ VARYING = {
     r"'FOLDER' is an? \S+ model": "it is a model",
     r" by [-+.\de]+| \(rounding[^)]*\)": "",
 }
-
-
-def read(file: Path) -> dict[str, Row]:
-    """The last row of each type in a file of JSON lines."""
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return {row["type"]: row for row in map(json.loads, lines)}
 
 
 def cells(row: Row, layout: str) -> dict[str, Row]:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
+from assets.recipes.models import shrink
 from common import self_checks
 from common.model import projection
-from experiments.models import cells, shrink, table
+from experiments.models import cells, table
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -17,9 +17,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from common.text import synthetic
-from experiments.runs.stages import ROOT
 
-SHAPES = yaml.safe_load((ROOT / "assets" / "recipes" / "models" / "shapes.yaml").read_text())
+SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
 VOCAB_SIZE = 300
 MAX_LOGIT = 30.0  # as of pretrained models
 
