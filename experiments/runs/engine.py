@@ -73,7 +73,8 @@ def run_all(tasks: Sequence[Task], engine: EngineFlags, study_dir: Path) -> None
         UserError: each run that failed refuses a value, or the executor cannot be used.
         StageFailed: a run failed, when all that could be made is made.
     """
-    executor = executor_of(engine, study_dir, max(task.num_processes for task in tasks))
+    width = max((task.num_processes for task in tasks), default=1)
+    executor = executor_of(engine, study_dir, width)
     screen = Screen({task.folder: task.kind for task in tasks}, is_apart=engine.is_apart)
     study = Study(tasks, executor, screen)
     with executor, screen.shown():

@@ -2,6 +2,7 @@
 
 import importlib
 
+from common.checkpoint import hf_folder
 from common.report import plots
 from experiments.runs import stages
 from experiments.runs.stages import Stage
@@ -16,7 +17,7 @@ def run_here(stage: Stage) -> None:
     made_by = stages.description(stage)
     draw, plots.plot_run = plots.plot_run, lambda folder: []
     try:
-        module.main(stages.config_of(stage))
+        module.main(hf_folder.with_folders(stages.config_of(stage)))
     finally:
         plots.plot_run = draw
     stages.write_mark(stage.output_dir, made_by)

@@ -6,7 +6,6 @@ random, and its interval covers both draws (`Crossed`).
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,21 +15,25 @@ from typing import Any
 
 import numpy as np
 
+from assets.recipes.film.measured import Recorded
 from common.evaluation.accuracy import Interval, outcomes
 from common.evaluation.intervals import t_quantile
 from common.evaluation.records import read_scores
-from common.record.jsonl import write_atomically
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, GREY, save, style, titled_figure
 from common.report.tables import interval_cell
-from common.text.overlap import ngrams
 from experiments.evidence.records import studies
 from experiments.runs.outcomes import over
 from experiments.runs.overoptimization import plots
 from experiments.runs.overoptimization.curves import Values, distance
-from experiments.runs.overoptimization.measuring import Measured
-from experiments.runs.overoptimization.summary import Point, SeedPoints, summarise, tracks_of
+from experiments.runs.overoptimization.summary import (
+    Measured,
+    Point,
+    SeedPoints,
+    summarise,
+    tracks_of,
+)
 from experiments.runs.power import HEADERS, detectable
 from experiments.runs.sweep.effects import DPI
 
@@ -45,7 +48,6 @@ NAMES = {name: f"{votes:,} votes" for name, votes in VOTES.items()} | {
 EVALUATIONS = {"votes": "evaluation", "means": "evaluation-means"}
 PENALTY = -1.0  # the experiment's missing_eos_penalty
 TICKS = (0.5, 1, 2, 5, 10)  # of the figure's KL
-FIRST_WORDS = 8  # of a completion, for the share of distinct ones: long texts repeat more
 KLS = (1.0, 2.0, 5.0, 10.0)  # nats per completion; 1 was added when DPO's results were seen
 # Methods by the names of their tracks. Of GRPO each beta is a track.
 METHODS = {
@@ -59,13 +61,6 @@ COMPARED = [
     *((method, "best of n") for method in list(METHODS)[1:]),
     *(("GRPO", "DPO"), ("GRPO with rejection", "DPO"), ("GRPO with rejection", "GRPO")),
 ]
-
-
-@dataclass
-class Recorded(Measured):
-    """A measured policy as a record keeps it."""
-
-    distinct: dict[str, list[float]]  # of "first" and "best" texts: words and pairs, as shares
 
 
 @dataclass(frozen=True)
@@ -118,40 +113,6 @@ class Crossed:
 def as_interval(values: dict[str, float]) -> Interval:
     """The values of `interval` for a table."""
     return Interval(values["mean"], values["low"], values["high"])
-
-
-# ---- what is kept --------------------------------------------------------------------------------
-
-
-def keep_values(folder: Path, new: Path, *, with_texts: bool = False) -> None:
-    """Keep the values of all measured completions, and their texts on request."""
-    for file in sorted(folder.glob("seed_*/frontier/seed_*/measured/*.json")):
-        record = kept(json.loads(file.read_text()), with_texts=with_texts)
-        write_atomically(new / file.relative_to(folder), [json.dumps(record) + "\n"])
-
-
-keep_texts = partial(keep_values, with_texts=True)
-
-
-def kept(record: dict[str, Any], *, with_texts: bool) -> dict[str, Any]:
-    """The JSON that a record keeps for a measured policy.
-
-    `distinct` has the shares of distinct words and pairs of words: among the first completions of
-    each prompt, and among those with its highest proxy reward.
-    """
-    best = np.argmax(record["proxy"], axis=1)
-    chosen = {
-        "first": [texts[0] for texts in record["texts"]],
-        "best": [texts[k] for texts, k in zip(record["texts"], best, strict=True)],
-    }
-    shares = {name: [distinct(texts, n) for n in (1, 2)] for name, texts in chosen.items()}
-    return record | {"distinct": shares} | ({} if with_texts else {"prompts": [], "texts": []})
-
-
-def distinct(texts: Sequence[str], n: int) -> float:
-    """Distinct n-grams in the first words of all texts, as a share (Li et al. 2016)."""
-    counts = sum((ngrams(text.split()[:FIRST_WORDS], n) for text in texts), Counter())
-    return len(counts) / counts.total()
 
 
 # ---- the records ---------------------------------------------------------------------------------
@@ -232,9 +193,8 @@ def measured(folder: Path) -> dict[str, dict[float, Recorded]]:
     found: dict[str, dict[float, Recorded]] = {}
     for file in folder.glob("frontier/seed_*/measured/*.json"):
         method, _, setting = re.sub("_(?=beta|num)", " ", file.stem).rpartition("_")
-        record = json.loads(file.read_text())
-        del record["made_by"]
-        found.setdefault(method or "pool", {})[float(setting) if method else 0] = Recorded(**record)
+        record = Recorded.of(json.loads(file.read_text()))
+        found.setdefault(method or "pool", {})[float(setting) if method else 0] = record
     return {  # from the nearest setting to the farthest
         method: dict(sorted(found[method].items(), reverse=method == "dpo"))
         for method in sorted(found)

@@ -20,46 +20,45 @@ How this differs from the paper:
 3. Rewards are not scaled; the paper scales reward models to unit variance. In the picture of the
    curves the unit of each judge is the standard deviation of the SFT policy's samples.
 
-The data is any with prompts and pairs. Stages run as child processes, policies are measured in this
-process, and nothing is done twice. Three seeds of the demo take about half an hour of one core.
+The data is any with prompts and pairs. Every run is a stage script, `evaluate.py` measures, and
+nothing is done twice. Three seeds of the demo take about half an hour of one core.
 Writes `results.json`, `report.html`, `report.md` and `plots/` to output_dir.
 """
 
-import json
+from itertools import chain
 from pathlib import Path
 
-from common import distributed
 from common.config.parser import parse
-from common.launch import leave
 from common.record import run_folder
-from experiments.runs.engine import run_all
+from experiments.runs.engine import run_stages
+from experiments.runs.outcomes import write_results
 from experiments.runs.overoptimization import page
 from experiments.runs.overoptimization.config import OveroptimizationConfig
-from experiments.runs.overoptimization.runs import run_seed, seed_task
+from experiments.runs.overoptimization.runs import Chain
 from experiments.runs.overoptimization.summary import summarise
 from experiments.runs.stages import exit_with_status
 
 
 def main(config: OveroptimizationConfig) -> None:
-    """Make the runs of every seed, measure their policies, write the results and the page."""
-    distributed.start(config.ddp_timeout)
+    """Make the runs of every seed, and report what they measured."""
     output_dir = Path(config.output_dir)
     run_folder.save_run_files(output_dir, config, config.num_processes)
-    if config.executor == "slurm" or (config.is_apart and len(config.seeds) > 1):
-        run_all([seed_task(config, seed) for seed in config.seeds], config, output_dir)
-    seeds = [run_seed(config, seed) for seed in config.seeds]  # what was made is only read
-    results = {"settings": config.settings, **summarise(seeds, config.best_of)}
-    text = json.dumps(results, indent=1, allow_nan=False) + "\n"
-    (output_dir / "results.json").write_text(text, encoding="utf-8")
-    for path in page.write(results, output_dir):
-        print(f"wrote {path}", flush=True)
-
-
-def run() -> None:
-    """Run the experiment that the command line asks for, and end its process group."""
-    main(parse(OveroptimizationConfig))
-    leave()
+    chains = [Chain(config, seed) for seed in config.seeds]
+    run_dirs: list[Path] = []
+    for of_seeds in zip(*(each.phases() for each in chains), strict=True):
+        stages = list(chain.from_iterable(of_seeds))
+        run_stages(stages, config, output_dir)
+        run_dirs += [stage.output_dir for stage in stages]
+    results = {
+        "settings": config.settings,
+        **summarise([each.points() for each in chains], config.best_of),
+    }
+    facts = {"data set": config.dataset_name, "gold": config.gold}
+    facts["seeds"] = ", ".join(map(str, config.seeds))
+    blocks = page.blocks(results, output_dir / "plots")
+    file, title = output_dir / "results.json", "Over-optimisation"
+    write_results(file, results, title, blocks, facts, run_dirs)
 
 
 if __name__ == "__main__":
-    exit_with_status(run)
+    exit_with_status(lambda: main(parse(OveroptimizationConfig)))

@@ -48,7 +48,7 @@ class OveroptimizationConfig(SamplingConfig, EngineFlags):
     _measuring: ClassVar = "measuring"
     num_prompts: int = flag(256, "held-out prompts", gt=0)
     num_samples: int = flag(2, "completions of each, of every policy", gt=0)
-    fluency_model: str = path_flag("", "its log-probs of completions are kept (empty: none)")
+    fluency_model: str = path_flag("", "for a study's tables: scores completions when it is kept")
 
     def __post_init__(self) -> None:
         """Refuse values that no experiment may have."""
@@ -68,6 +68,11 @@ class OveroptimizationConfig(SamplingConfig, EngineFlags):
             raise self.refused("rejection_sizes", most)
         if self.num_candidates % 2:
             raise self.refused("num_candidates", "even")
+
+    @property
+    def prompts_name(self) -> str:
+        """The data set of the prompts."""
+        return self.prompts_dataset_name or self.dataset_name
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from common.evaluation.accuracy import Interval
 from common.report.blocks import Block, Picture, Section, Table
-from common.report.page import write_page
 from common.report.tables import interval_cell
 from experiments.runs.overoptimization.plots import (
     Results,
@@ -17,29 +16,24 @@ from experiments.runs.overoptimization.plots import (
 )
 
 
-def write(results: Results, output_dir: Path) -> list[Path]:
-    """Write `plots/*.png`, `report.html` and `report.md`; returns the files."""
-    curves = draw_curves(results, output_dir / "plots" / "overoptimization.png")
-    frontier = draw_frontier(results, output_dir / "plots" / "frontier.png")
-    settings = results["settings"]
-    seeds = ", ".join(str(start["seed"]) for start in results["seeds"])
-    facts = {"data set": settings["dataset_name"], "gold": settings["gold"], "seeds": seeds}
+def blocks(results: Results, plots: Path) -> list[Block]:
+    """The blocks of the page; the pictures are drawn into a folder."""
     caption = (
         "Gain over the SFT policy in standard deviations of its samples. Gold solid, proxy "
         "dashed; seeds thin, their mean thick; dotted: d (a - b d) for best of n, d (a - b log d) "
         "for the others (Gao et al. 2022), fitted to the gold reward of all seeds."
     )
-    dots = Picture(frontier, "Dots are single seeds, lines their mean.")
     note = (
         "The KL of best of n is log n - (n - 1) / n, an upper bound; of the other policies the "
         "mean of log pi - log SFT over their completions of the held-out prompts."
     )
-    blocks: list[Block] = [
-        Picture(curves, caption),
+    frontier = draw_frontier(results, plots / "frontier.png")
+    dots = Picture(frontier, "Dots are single seeds, lines their mean.")
+    return [
+        Picture(draw_curves(results, plots / "overoptimization.png"), caption),
         Section("Who turned", [turns_table(results), fallen(results)]),
         Section("Reward-KL frontier", [dots, note]),
     ]
-    return [curves, frontier, *write_page(output_dir, "Over-optimisation", blocks, facts)]
 
 
 def turning(results: Results) -> dict[str, list[Mapping[str, Any]]]:

@@ -12,7 +12,15 @@ import numpy as np
 
 from common.evaluation.intervals import mean_interval
 from experiments.runs.overoptimization.curves import Values, best_of_n, best_of_n_kl, distance, drop
-from experiments.runs.overoptimization.measuring import Measured
+
+
+@dataclass
+class Measured:
+    """K completions of each of P prompts by one policy."""
+
+    gold: Values  # (P, K) of the judge that is not optimised
+    proxy: Values  # (P, K) of the optimised reward, with its penalty for not stopping
+    log_ratio: Values  # (P, K) log pi - log ref, nats: their mean is unbiased for KL(pi || ref)
 
 
 @dataclass

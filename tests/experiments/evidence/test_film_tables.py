@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from assets.recipes.film import measured as measured_completions
 from assets.recipes.film import tables as film
 from common.config.recipes import read_recipe
 from experiments.evidence.records import studies
@@ -74,24 +75,19 @@ def test_gain_at_a_kl_lies_between_its_points():
 
 def test_distinct_words_and_pairs():
     few = ["a b a b", "a c"]
-    assert film.distinct(few, 1) == 3 / 6
-    assert film.distinct(few, 2) == 3 / 4
+    assert measured_completions.distinct(few, 1) == 3 / 6
+    assert measured_completions.distinct(few, 2) == 3 / 4
     long = "a b c d e f g h"
-    assert film.distinct([long, f"{long} only the first eight count"], 1) == 8 / 16
+    assert measured_completions.distinct([long, f"{long} only the first eight count"], 1) == 8 / 16
 
 
-def test_of_measured_completions_values_and_some_texts_are_kept(tmp_path):
+def test_of_measured_completions_values_and_some_texts_are_kept():
     values = {"gold": [[1.0, 2.0], [3.0, 0.1]], "proxy": [[0.0, 1.0], [1.0, 2.0]]}
     record = values | {"prompts": ["p", "q"], "texts": [["a a", "a b"], ["b c", "b b"]]}
     shares = {"first": [3 / 4, 2 / 2], "best": [2 / 4, 2 / 2]}
-    file = "seed_0/frontier/seed_0/measured/pool.json"
-    (tmp_path / "out" / file).parent.mkdir(parents=True)
-    (tmp_path / "out" / file).write_text(json.dumps(record))
-    for with_texts, keep in ((True, film.keep_texts), (False, film.keep_values)):
-        keep(tmp_path / "out", tmp_path / "new")
-        kept = json.loads((tmp_path / "new" / file).read_text())
-        assert kept.pop("distinct") == shares
-        assert kept == (record if with_texts else values | {"prompts": [], "texts": []})
+    for with_texts, texts in ((True, {}), (False, {"prompts": [], "texts": []})):
+        kept = measured_completions.kept(record, with_texts=with_texts)
+        assert kept == record | texts | {"distinct": shares}
 
 
 def clear_caches() -> None:
@@ -152,7 +148,7 @@ def write(path: Path, kl: np.ndarray, gold: np.ndarray, proxy: np.ndarray) -> No
     values = {"gold": gold, "proxy": proxy, "log_ratio": kl, "lengths": 0 * gold + 5}
     lists = {name: value.tolist() for name, value in values.items()}
     lists |= {"fluency": lists["log_ratio"], "prompts": prompts, "texts": completions}
-    record = film.kept({"made_by": {}} | lists, with_texts="film-0" in path.parts)
+    record = measured_completions.kept(lists, with_texts="film-0" in path.parts)
     path.write_text(json.dumps(record))
 
 

@@ -26,6 +26,7 @@ from stages_here import run_here
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from assets.recipes.film import baselines
+from assets.recipes.film import measured as recorded
 from common.config.parser import parse
 from common.record.jsonl import read_jsonl
 from experiments.runs import replicate, stages
@@ -149,14 +150,14 @@ def test_what_policies_wrote_is_measured_as_plain_transformers_measures_it(folde
     short += ["frontier.num_prompts=3", "frontier.num_train_prompts=4", "frontier.best_of=[1, 4]"]
     flags = ["--recipe", "film", "--seeds", "3", "--overrides", *short]
     replicate.main(parse(replicate.ReplicateConfig, flags))
+    recorded.keep_texts(Path("output/replicate/film"), Path("kept"))
     with torch.no_grad():
         check_measured(Path("output/replicate/film/seed_3"))
 
 
 def check_measured(seed: Path) -> None:
-    measured = {
-        path.stem: json.loads(path.read_text()) for path in seed.glob("frontier/seed_3/measured/*")
-    }
+    files = Path("kept/seed_3/frontier/seed_3/measured").iterdir()
+    measured = {path.stem: json.loads(path.read_text()) for path in files}
     assert set(measured) >= {"pool", "rejection_16", "dpo_0.03", "grpo_beta=0.1_num_candidates=9_2"}
     assert len(measured) == 1 + 1 + 4 + 2 * 2
     tokenizer = AutoTokenizer.from_pretrained(seed / "sft/model")

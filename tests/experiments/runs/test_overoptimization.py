@@ -11,28 +11,22 @@ points made by the paper's formulas. Of a drop: curves without one. About
 `experiments.runs.overoptimization`.
 """
 
-import importlib
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import tiny
-import torch
+from stages_here import run_here
 
-import train_grpo
-from common import data, distributed
 from common.checkpoint import export
 from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.config.stages import SFTConfig
-from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.record.jsonl import read_jsonl
 from common.text import synthetic
@@ -41,9 +35,8 @@ from experiments.runs.overoptimization import __main__ as overoptimization
 from experiments.runs.overoptimization import page
 from experiments.runs.overoptimization.config import OveroptimizationConfig
 from experiments.runs.overoptimization.curves import best_of_n, best_of_n_kl, drop, fit
-from experiments.runs.overoptimization.measuring import Measured, Measurer
-from experiments.runs.overoptimization.runs import Chain, write_optimised
-from experiments.runs.overoptimization.summary import SeedPoints, summarise
+from experiments.runs.overoptimization.runs import Chain, read_measured
+from experiments.runs.overoptimization.summary import Measured, SeedPoints, summarise
 from experiments.runs.stages import ROOT
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -82,66 +75,58 @@ def settings(**changes: Any) -> OveroptimizationConfig:
     return OveroptimizationConfig(**{**LIMITS, **fields, **RECIPES_OF_ALL, **changes})
 
 
-def measurer(folder: Path, **changes: Any) -> Measurer:
-    return Measurer(settings(model_name_or_path="sft/model", **changes), "judge/model")
+def save_completions(folder: Path, rewards: list[list[float]], stops: bool = True) -> None:
+    """The completions of one policy, with rewards (N, K) of the proxy and ten times these of gold.
+
+    The last completion of a prompt stops if `stops`.
+    """
+    lines = []
+    for n, of_prompt in enumerate(rewards):
+        drawn = [
+            {"completion": f" text {n} {k}", "num_tokens": 3, "kl": 0.5}
+            | {"stopped": stops or k + 1 < len(of_prompt)}
+            | {"rewards": {"proxy": reward, "gold": 10 * reward}}
+            for k, reward in enumerate(of_prompt)
+        ]
+        line = {"id": n, "prompt": f"prompt {n}", "reference": None, "systems": {"sft": drawn[0]}}
+        lines.append(line | {"further": {"sft": drawn[1:]}})
+    tiny.write_rows(folder / "completions.jsonl", lines)
 
 
-def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(folder):
-    first, second = (measurer(folder, missing_eos_penalty=value) for value in (-1.0, -77.0))
-    rollouts = first.draw(first.reference, first.held_out, 4)
-    stopped = rollouts.has_stop.numpy().reshape(5, 4)
-    assert 0 < stopped.sum() < 20
-    before, after = (judges.measure("sft/model", 4) for judges in (first, second))
-    assert (before.proxy[~stopped] == -1).all()
-    assert (after.proxy[~stopped] == -77).all()
-    assert after.proxy[stopped] == pytest.approx(before.proxy[stopped])
-    assert (after.gold == before.gold).all()
-
-
-def test_a_checkpoint_is_measured_as_the_model_that_was_exported_from_it(folder):
-    recipe = {**LIMITS, "model_name_or_path": "sft/model", "dataset_name": "rows", "max_steps": 2}
-    recipe |= {"output_dir": "grpo", "reward_funcs": ["gold"], "num_candidates": 4, "beta": 0.0}
-    recipe |= {"num_generations": 4, "batch_size": 4, "save_steps": 1, "learning_rate": 1e-2}
-    train_grpo.main(GRPOConfig(**recipe))
-    judges = measurer(folder)
-    first, last = (judges.measure(f"grpo/checkpoints/step_{step:08d}", 2) for step in (1, 2))
-    exported = judges.measure("grpo/model", 2)
-    for name in ("gold", "proxy", "log_ratio"):
-        assert (getattr(last, name) == getattr(exported, name)).all()
-    assert (first.log_ratio != last.log_ratio).any()
-    shutil.rmtree(folder / "grpo/checkpoints/step_00000001/model")  # made for the measurement
-    shard = next(folder.glob("grpo/checkpoints/step_00000001/*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"step_00000001 cannot be read: shard-.* bytes"):
-        judges.measure("grpo/checkpoints/step_00000001", 2)
+def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(tmp_path):
+    save_completions(tmp_path, [[1.0, 2.0], [3.0, 4.0]], stops=False)
+    (policy,) = read_measured(tmp_path, penalty=-7.0).values()
+    assert policy.proxy.tolist() == [[1, -7], [3, -7]]
+    assert policy.gold.tolist() == [[10, 20], [30, 40]]
+    assert (policy.log_ratio == 0.5).all()
 
 
 def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(tmp_path):
-    rewards = torch.tensor([[1.0, 3.0, 2.0, 9.0], [5.0, 5.0, 0.0, -1.0]])
-    texts = [f" text {i}" for i in range(8)]
-    examples = [data.Example(i, f"prompt {i}", [1], [], {}) for i in range(2)]
-    write_optimised(tmp_path, examples, texts, rewards, [1, 3, 4])
-    best = {1: [0, 4], 3: [1, 4], 4: [3, 4]}
-    for size, places in best.items():
-        rows = read_jsonl(tmp_path / f"best_of_{size}.jsonl")
-        assert [row["completion"] for row in rows] == [texts[place] for place in places]
+    chain = Chain(settings(output_dir=str(tmp_path), rejection_sizes=[1, 3, 4]), 0)
+    save_completions(chain.folder / "candidates", [[1.0, 3.0, 2.0, 9.0], [5.0, 5.0, 0.0, -1.0]])
+    chain.write_rows()
+    best = {1: [" text 0 0", " text 1 0"], 3: [" text 0 1", " text 1 0"]}
+    best[4] = [" text 0 3", " text 1 0"]
+    for size, texts in best.items():
+        rows = read_jsonl(chain.folder / f"best_of_{size}.jsonl")
+        assert [row["completion"] for row in rows] == texts
         assert [row["prompt"] for row in rows] == ["prompt 0", "prompt 1"]
-    pairs = [(row["chosen"], row["rejected"]) for row in read_jsonl(tmp_path / "pairs.jsonl")]
-    assert pairs == [(" text 1", " text 0"), (" text 3", " text 2"), (" text 6", " text 7")]
+    pairs = [(row["chosen"], row["rejected"]) for row in read_jsonl(chain.folder / "pairs.jsonl")]
+    places = [("0 1", "0 0"), ("0 3", "0 2"), ("1 2", "1 3")]
+    assert pairs == [(f" text {chosen}", f" text {rejected}") for chosen, rejected in places]
 
 
-def test_runs_compute_in_bfloat16_where_the_experiment_does(tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr(stages, "run", lambda stage: commands.append(stage.flags.get("bf16")))
+def test_runs_compute_in_bfloat16_where_the_experiment_does(tmp_path):
     models = {"output_dir": str(tmp_path), "model_name_or_path": "policy", "proxy": "reward"}
     for bf16 in (False, True):
-        Chain(settings(**models, bf16=bf16), 3).make("dpo", "dpo", "dpo.yaml", beta=0.1)
-    assert commands == [None, True]
+        chain = Chain(settings(**models, bf16=bf16), 3)
+        runs = [chain.stage("dpo", "dpo", "dpo.yaml"), chain.evaluation("pool", [chain.sft], 4)]
+        assert [run.flags.get("bf16", False) for run in runs] == [bf16, bf16]
 
 
 def measured(gold: np.ndarray, proxy: np.ndarray, log_ratio: np.ndarray) -> Measured:
     """Values (P, K) of texts that do not matter."""
-    return Measured(gold, proxy, log_ratio, gold, gold, [], [])
+    return Measured(gold, proxy, log_ratio)
 
 
 def seed_points(seed: int, turns: bool) -> SeedPoints:
@@ -210,19 +195,15 @@ def test_the_recipes_parse_with_nothing_ignored():
     parse(SFTConfig, ["--config", str(ROOT / config.sft_recipe)])
 
 
-@mock.patch("gc.collect", int)  # which takes a third of the time
 @pytest.mark.usefixtures("few_resamples")
 def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkeypatch, capsys):
     started: list[str] = []
 
-    def in_this_process(words: list[str], log: Path) -> tuple[int, list[str]]:
-        script = Path(words[1]).stem
-        config = parse(stages.config_class(script), words[2:])
-        started.append(config.output_dir)
-        importlib.import_module(script).main(config)
-        return 0, []
+    def run(stage: stages.Stage) -> None:
+        started.append(str(stage.output_dir))
+        run_here(stage)
 
-    monkeypatch.setattr(stages, "show", in_this_process)
+    monkeypatch.setattr(stages, "run", run)
     recipe = {**LIMITS, "dataset_name": "rows", "max_steps": 1, "batch_size": 2}
     recipe["self_check"] = False  # completions of a random model rarely stop
     recipes = {name: dict(recipe) for name in ("reward", "rejection", "dpo", "grpo")}
@@ -239,7 +220,7 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
         **{f"{name}_recipe": f"{name}.yaml" for name in recipes},
         seeds=[3, 4],
         num_proxy_pairs=6,
-        num_train_prompts=4,
+        num_train_prompts=8,
         num_candidates=4,
         rejection_sizes=[2],
         dpo_betas=[0.1],
@@ -256,8 +237,10 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
         for chosen_rows in pairs
     )
     assert pairs[0] != pairs[1]
-    names = ["proxy", "rejection_2", "dpo_0.1", "grpo"]
-    assert started == [f"out/seed_{seed}/{name}" for seed in (3, 4) for name in names]
+    phases = (["proxy", "pool", "candidates"], ["rejection_2", "dpo_0.1", "grpo"], ["policies"])
+    assert started == [
+        f"out/seed_{seed}/{name}" for names in phases for seed in (3, 4) for name in names
+    ]
     results = json.loads((folder / "out" / "results.json").read_text())
     settings = {(p["method"], p["setting"]) for p in results["points"] if p["seed"] == 4}
     grpo = {("grpo", 1), ("grpo", 2)}
@@ -268,26 +251,17 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
         assert (folder / "out" / name).stat().st_size > 1000
     # The same command does nothing again and says the same; other judges measure anew.
     started.clear()
-    monkeypatch.setattr(Measurer, "measure", None)
     overoptimization.main(config)
     assert started == []
     assert json.loads((folder / "out" / "results.json").read_text()) == results
-    monkeypatch.undo()
-    monkeypatch.setattr(stages, "show", in_this_process)
     (folder / "rewards.py").write_text(
         "def length(completions, **columns):\n    return [len(c) / 10 for c in completions]\n"
     )
     config.gold, config.seeds = "rewards.py:length", [4]
     overoptimization.main(config)
-    pool = folder / "out" / "seed_4" / "measured" / "pool.json"
-    assert not np.any(json.loads(pool.read_text())["fluency"])
-    config.fluency_model = "sft/model"
-    overoptimization.main(config)
-    assert np.all(json.loads(pool.read_text())["fluency"])
-    assert started == []
+    assert started == [f"out/seed_4/{name}" for name in ("pool", "candidates", "policies")]
     again = json.loads((folder / "out" / "results.json").read_text())
     assert again["points"] != [point for point in results["points"] if point["seed"] == 4]
-    assert distributed.world_size() == 1
 
 
 def best_of_subset(proxy: np.ndarray, values: np.ndarray, subset: tuple[int, ...]) -> float:
