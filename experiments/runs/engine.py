@@ -11,47 +11,56 @@ processes and the jobs that it had left, and starts none twice.
 
 import os
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import partial
 from graphlib import TopologicalSorter
+from itertools import chain
 from pathlib import Path
+from statistics import mean
 
 from common.errors import UserError
-from experiments.runs import stages
-from experiments.runs.executors import (
-    FAILED,
-    JOBS,
-    EngineFlags,
-    Here,
-    Job,
-    Processes,
-    Task,
-    failure_of,
-)
-from experiments.runs.progress import Screen
+from experiments.runs.executors import FAILED, JOBS, EngineFlags, Here, Processes, failure_of
 from experiments.runs.slurm import Slurm
-from experiments.runs.stages import Stage, StageFailed
+from experiments.runs.stages import Stage, StageFailed, flag_texts, is_finished
+
+ACTIVE = ("running", "queued")
 
 
 def run_stages(runs: Sequence[Stage], engine: EngineFlags, study_dir: Path) -> None:
-    """Make runs of scripts as `run_all` does.
+    """Make every run that is not finished, each after those that it builds on.
 
-    A run builds on each other in whose folder one of its flags names something.
+    A run builds on each other in whose folder one of its flags names something. One that fails
+    holds back those that build on it, and no others. The study's folder has the executor's files.
+
+    Raises:
+        UserError: each run that failed refuses a value, or the executor cannot be used.
+        StageFailed: a run failed, when all that could be made is made.
     """
-    tasks = []
-    for stage in runs:
-        named = [absolute(text) for text in stages.flag_texts(stage)]
-        others = [run.output_dir for run in runs if run is not stage]
-        task = Task(
-            folder=stage.output_dir,
-            kind=stage.script,
-            make=partial(stages.run, stage),
-            made_by=partial(stages.description, stage),
-            needs=[o for o in others if any(name.startswith(absolute(str(o))) for name in named)],
-            num_processes=stage.num_processes,
-        )
-        tasks.append(task)
-    run_all(tasks, engine, study_dir)
+    study = Study(runs, executor_of(runs, engine, study_dir))
+    with study.executor:
+        while study.start_next() or study.active():
+            study.look()
+    if study.failures:
+        raise study.failure()
+
+
+def executor_of(
+    runs: Sequence[Stage], engine: EngineFlags, study_dir: Path
+) -> Here | Processes | Slurm:
+    """The executor that the flags ask for."""
+    if engine.executor == "slurm":
+        return Slurm(engine, study_dir)
+    if engine.parallel < 2:
+        return Here()
+    width = max((run.num_processes for run in runs), default=1)
+    return Processes(engine.parallel, width, study_dir / JOBS)
+
+
+def needs(run: Stage, runs: Sequence[Stage]) -> list[Path]:
+    """The folders of the runs that a run builds on."""
+    named = [absolute(text) for text in flag_texts(run)]
+    folders = [other.output_dir for other in runs if other is not run]
+    return [f for f in folders if any(name.startswith(absolute(str(f))) for name in named)]
 
 
 def absolute(path: str) -> str:
@@ -59,89 +68,88 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path)) + os.sep
 
 
-def run_all(tasks: Sequence[Task], engine: EngineFlags, study_dir: Path) -> None:
-    """Make every run that is not finished, each after those that it builds on.
-
-    A run that fails holds back those that build on it, and no others.
-
-    Args:
-        tasks: what to run, in the order in which it starts where it can.
-        engine: how many at once, and where.
-        study_dir: folder of the study, for the executor's files.
-
-    Raises:
-        UserError: each run that failed refuses a value, or the executor cannot be used.
-        StageFailed: a run failed, when all that could be made is made.
-    """
-    width = max((task.num_processes for task in tasks), default=1)
-    executor = executor_of(engine, study_dir, width)
-    screen = Screen({task.folder: task.kind for task in tasks}, is_apart=engine.is_apart)
-    study = Study(tasks, executor, screen)
-    with executor, screen.shown():
-        while study.start_next() or study.jobs:
-            study.look()
-    if study.failures:
-        raise study.failure()
-
-
-def executor_of(engine: EngineFlags, study_dir: Path, width: int) -> Here | Processes | Slurm:
-    """The executor that the flags ask for; no run has more processes than `width`."""
-    if engine.executor == "slurm":
-        return Slurm(engine, study_dir)
-    return Processes(engine.parallel, width, study_dir / JOBS) if engine.is_apart else Here()
-
-
 class Study:
-    """Runs that wait for others, run, or have failed."""
+    """Runs by their folders: what waits, runs, is finished or has failed."""
 
-    def __init__(
-        self, tasks: Sequence[Task], executor: Here | Processes | Slurm, screen: Screen
-    ) -> None:
-        """Take the runs, what makes them and what shows them."""
-        self.tasks = {task.folder: task for task in tasks}
-        self.executor, self.screen = executor, screen
-        self.order = TopologicalSorter({task.folder: task.needs for task in tasks})
+    def __init__(self, runs: Sequence[Stage], executor: Here | Processes | Slurm) -> None:
+        """Take the runs, in the order in which they start where they can."""
+        self.runs, self.executor = {run.output_dir: run for run in runs}, executor
+        self.order = TopologicalSorter({run.output_dir: needs(run, runs) for run in runs})
         self.order.prepare()
         self.ready: list[Path] = []
-        self.jobs: dict[Path, Job] = {}
-        self.failures: dict[Path, Exception] = {}
+        self.states = dict.fromkeys(self.runs, "waiting")
+        self.failures: list[Exception] = []
+        self.begun = time.monotonic()
+        self.started: dict[Path, float] = {}
+        self.seconds: dict[str, list[float]] = defaultdict(list)  # of finished runs, by script
+
+    def active(self) -> list[Path]:
+        """The runs that the executor has."""
+        return [folder for folder, state in self.states.items() if state in ACTIVE]
 
     def start_next(self) -> bool:
         """Start the first run that can start, if there is one and room for it."""
-        places = list(self.tasks)
-        self.ready = sorted([*self.ready, *self.order.get_ready()], key=places.index)
-        if not self.ready or len(self.jobs) >= self.executor.at_once:
+        self.ready = sorted([*self.ready, *self.order.get_ready()], key=list(self.runs).index)
+        if not self.ready or len(self.active()) >= self.executor.at_once:
             return False
         folder = self.ready.pop(0)
-        if self.tasks[folder].is_finished:
-            self.screen.note(folder, "finished before")
+        if is_finished(self.runs[folder]):
+            self.note(folder, "finished before")
             self.order.done(folder)
         else:
             (folder / FAILED).unlink(missing_ok=True)
-            self.screen.note(folder, self.executor.first_state)
-            self.jobs[folder] = self.executor.start(self.tasks[folder])
+            self.note(folder, self.executor.first_state)
+            self.executor.start(self.runs[folder])
         return True
 
     def look(self) -> None:
         """Take the states of the runs, after a pause where none can be started."""
-        if self.jobs and (not self.ready or len(self.jobs) >= self.executor.at_once):
+        active = self.active()
+        if active and (not self.ready or len(active) >= self.executor.at_once):
             time.sleep(self.executor.pause)
-        for folder, job in list(self.jobs.items()):
-            if (state := job.state()) != "ended":
-                self.screen.note(folder, state)
-                continue
-            del self.jobs[folder]
-            if self.tasks[folder].is_finished:
-                self.screen.note(folder, "finished")
+        for folder in active:
+            run = self.runs[folder]
+            if (state := self.executor.state(run)) != "ended":
+                self.note(folder, state)
+            elif is_finished(run):
+                self.note(folder, "finished")
                 self.order.done(folder)
             else:
-                self.screen.note(folder, "failed")
-                self.failures[folder] = failure_of(folder, job.log)
+                self.note(folder, "failed")
+                self.failures.append(failure_of(run, self.executor.log(run)))
 
     def failure(self) -> Exception:
         """All failures as one, and what was not made: a refusal if all are."""
-        refused = all(isinstance(error, UserError) for error in self.failures.values())
-        texts = list(map(str, self.failures.values()))
-        if held_back := self.screen.those("waiting"):
-            texts.append(f"Not made, since they build on it: {', '.join(map(str, held_back))}.")
+        refused = all(isinstance(error, UserError) for error in self.failures)
+        texts = list(map(str, self.failures))
+        if held_back := [str(f) for f, state in self.states.items() if state == "waiting"]:
+            texts.append(f"Not made, since they build on it: {', '.join(held_back)}.")
         return UserError(" ".join(texts)) if refused else StageFailed("\n".join(texts))
+
+    def note(self, folder: Path, state: str) -> None:
+        """Take a run's state, and print a new one with the counts."""
+        if state == self.states[folder]:
+            return
+        self.states[folder] = state
+        if state == "running":
+            self.started.setdefault(folder, time.monotonic())
+        elif state == "finished" and folder in self.started:  # else it was too quick to be seen
+            seconds = time.monotonic() - self.started[folder]
+            self.seconds[self.runs[folder].script].append(seconds)
+        print(f"{folder}: {state} ({self.line()})", flush=True)
+
+    def line(self) -> str:
+        """Counts and times. A run takes as long as those of its script, or as all, on average."""
+        counts, now = Counter(self.states.values()), time.monotonic()
+        num_finished = counts["finished"] + counts["finished before"]
+        texts = [f"{num_finished} of {len(self.states)} finished"]
+        texts += [f"{counts[s]} {s}" for s in (*ACTIVE, "waiting", "failed") if counts[s]]
+        texts.append(f"{(now - self.begun) / 60:.0f} min so far")
+        if every := list(chain.from_iterable(self.seconds.values())):
+            left = 0.0
+            for folder, state in self.states.items():
+                if state in (*ACTIVE, "waiting"):
+                    whole = mean(self.seconds.get(self.runs[folder].script, every))
+                    left += max(0.0, whole - (now - self.started.get(folder, now)))
+            texts.append(f"about {left / max(1, counts['running']) / 60:.0f} min left")
+        return ", ".join(texts)

@@ -1,4 +1,4 @@
-"""Runs as tasks, and two executors of them: this process, and processes of this host.
+"""Two executors of runs: this process, and processes of this host.
 
 submitit starts processes; `slurm.py` has a third executor, of jobs. The mark of a run alone says
 whether it has succeeded.
@@ -10,17 +10,18 @@ import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from common.config.flags import check_fields, free_flag
 from common.errors import UserError
 from common.record.jsonl import write_atomically
 from common.record.run_folder import MARK
-from experiments.runs.stages import LOG, StageFailed, exit_by, read_mark
+from experiments.runs import stages
+from experiments.runs.stages import LOG, Stage, StageFailed, exit_by
 
 JOBS = "jobs"  # in a study's folder: submitit's files
 FAILED = "failed.json"  # in a run's folder: why it is not finished
@@ -48,66 +49,35 @@ class EngineFlags:
             if "=" not in option:
                 raise UserError(f"--slurm_options has {option!r}; it must be NAME=VALUE.")
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether runs are made in other processes than this one."""
-        return self.executor == "slurm" or self.parallel > 1
 
-
-@dataclass(frozen=True)
-class Task:
-    """A run as an executor takes it."""
-
-    folder: Path
-    kind: str  # those of one kind take about as long
-    make: Callable[[], None]  # also in another process; it raises an exception unless it is made
-    made_by: Callable[[], Mapping[str, Any]]  # what its mark holds when it is finished
-    needs: Sequence[Path] = ()  # the folders of the runs that it builds on
-    num_processes: int = 1
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether this very run is finished in its folder."""
-        return read_mark(self.folder) == self.made_by()
-
-
-class Job(Protocol):
-    """A run that an executor has started."""
-
-    @property
-    def log(self) -> Path:
-        """The output of its process outside of the run."""
-
-    def state(self) -> str:
-        """`queued`, `running` or `ended`, finished or not."""
-
-
-def attempt(task: Task) -> None:
+def attempt(run: Stage) -> None:
     """Make a run, or leave in its folder why it could not be made."""
-    (task.folder / FAILED).unlink(missing_ok=True)
+    (run.output_dir / FAILED).unlink(missing_ok=True)
     try:
-        task.make()
+        stages.run(run)
     except (UserError, StageFailed) as error:
-        leave_failure(task.folder, str(error), is_refused=isinstance(error, UserError))
+        leave_failure(run, str(error), is_refused=isinstance(error, UserError))
     except Exception:
-        leave_failure(task.folder, traceback.format_exc())
+        leave_failure(run, traceback.format_exc())
 
 
-def leave_failure(folder: Path, text: str, *, is_refused: bool = False) -> None:
+def leave_failure(run: Stage, text: str, *, is_refused: bool = False) -> None:
     """Write why a run is not finished."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / FAILED, [json.dumps({"is_refused": is_refused, "text": text})])
+    record = json.dumps({"is_refused": is_refused, "text": text})
+    write_atomically(run.output_dir / FAILED, [record])
 
 
-def failure_of(folder: Path, log: Path) -> Exception:
+def failure_of(run: Stage, log: Path) -> Exception:
     """Why a run that has ended is not finished; the log of its job is named if nothing says it."""
+    folder = run.output_dir
     if not (folder / FAILED).exists():
         return StageFailed(f"{folder} was ended; its last words are in {log} or {folder / LOG}.")
     failure = json.loads((folder / FAILED).read_text(encoding="utf-8"))
     return (UserError if failure["is_refused"] else StageFailed)(failure["text"])
 
 
-# ---- this process --------------------------------------------------------------------------------
+# An executor starts runs, says which are `queued`, `running` or `ended`, finished or not, and has
+# the output of a run's process outside of the run.
 
 
 class Here(nullcontext[None]):
@@ -115,19 +85,17 @@ class Here(nullcontext[None]):
 
     at_once, pause, first_state = 1, 0.0, "running"
 
-    def start(self, task: Task) -> Job:
+    def start(self, run: Stage) -> None:
         """Make a run."""
-        attempt(task)
-        return self
+        attempt(run)
 
-    @property
-    def log(self) -> Path:
-        """The run's own, in its folder."""
-        return Path(LOG)
-
-    def state(self) -> str:
-        """That of the last run."""
+    def state(self, run: Stage) -> str:
+        """No run goes on after its start."""
         return "ended"
+
+    def log(self, run: Stage) -> Path:
+        """The log in its folder."""
+        return run.output_dir / LOG
 
 
 # ---- other processes -----------------------------------------------------------------------------
@@ -141,7 +109,7 @@ class TimeLimit(BaseException):
 class Apart:
     """A run in another process: submitit pickles this, and calls it there."""
 
-    task: Task
+    stage: Stage
     variables: Mapping[str, str] = field(default_factory=dict)  # of the environment
 
     def __call__(self) -> None:
@@ -160,11 +128,11 @@ class Apart:
         before = self.saved()
         try:
             with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-                attempt(self.task)
+                attempt(self.stage)
         except TimeLimit:
             if self.saved() == before:
-                text = f"{self.task.folder}: the time limit came before anything was saved; give "
-                leave_failure(self.task.folder, text + "it more --slurm_minutes.")
+                text = f"{self.stage.output_dir}: the time limit came before anything was saved; "
+                leave_failure(self.stage, f"{text}give it more --slurm_minutes.")
             else:
                 subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
 
@@ -175,8 +143,8 @@ class Apart:
 
     def saved(self) -> set[Path]:
         """The files that a run goes on from when it is started again."""
-        names = ("checkpoints/step_*", "measured/*.json", MARK)
-        return {path for name in names for path in self.task.folder.rglob(name)}
+        names, folder = ("checkpoints/step_*", MARK), self.stage.output_dir
+        return {path for name in names for path in folder.rglob(name)}
 
 
 def import_submitit() -> Any:
@@ -203,48 +171,41 @@ class Processes:
         self.at_once, self.width = at_once, width
         self.executor = import_submitit().LocalExecutor(folder)
         self.executor.update_parameters(timeout_min=NO_LIMIT, stderr_to_stdout=True)
-        self.jobs: dict[int, Process] = {}  # the last one of each slot
+        self.jobs: dict[Path, Any] = {}  # submitit's, whose numbers are those of the processes
+        self.slots: dict[int, Any] = {}  # the last one of each slot
 
     def __enter__(self) -> None:
         """Nothing is to be started."""
 
     def __exit__(self, *_: object) -> None:
         """End what still runs, and wait until it has saved."""
-        running = [job for job in self.jobs.values() if job.state() == "running"]
+        running = [job for job in self.jobs.values() if not job.done()]
         if running:
             print(f"ending {len(running)} runs, when they have saved", flush=True)
         for job in running:
-            os.kill(int(job.submitted.job_id), signal.SIGTERM)
-        while any(job.state() == "running" for job in running):
+            os.kill(int(job.job_id), signal.SIGTERM)
+        while not all(job.done() for job in running):
             time.sleep(self.pause)
 
-    def start(self, task: Task) -> Job:
+    def start(self, run: Stage) -> None:
         """Start a run in a process that this one ends, and not Ctrl-C in the terminal."""
-        taken = [slot for slot, job in self.jobs.items() if job.state() == "running"]
+        taken = [slot for slot, job in self.slots.items() if not job.done()]
         slot = next(slot for slot in range(self.at_once) if slot not in taken)
-        variables = share(slot * self.width, task.num_processes, self.at_once)
+        variables = share(slot * self.width, run.num_processes, self.at_once)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the process inherits
         try:
-            self.jobs[slot] = Process(self.executor.submit(Apart(task, variables)))
+            job = self.executor.submit(Apart(run, variables))
         finally:
             signal.signal(signal.SIGINT, before)
-        return self.jobs[slot]
+        self.jobs[run.output_dir] = self.slots[slot] = job
 
-
-@dataclass
-class Process:
-    """A run in a process of this host."""
-
-    submitted: Any  # submitit's job; its number is that of the process
-
-    @property
-    def log(self) -> Path:
-        """The output of submitit and Python."""
-        return Path(self.submitted.paths.stdout)
-
-    def state(self) -> str:
+    def state(self, run: Stage) -> str:
         """`running` or `ended`."""
-        return "ended" if self.submitted.done() else "running"
+        return "ended" if self.jobs[run.output_dir].done() else "running"
+
+    def log(self, run: Stage) -> Path:
+        """The output of submitit and Python."""
+        return Path(self.jobs[run.output_dir].paths.stdout)
 
 
 def share(first_gpu: int, num_processes: int, at_once: int) -> dict[str, str]:

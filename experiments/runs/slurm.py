@@ -10,16 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import UserError
-from experiments.runs.executors import (
-    FAILED,
-    JOBS,
-    NO_LIMIT,
-    Apart,
-    EngineFlags,
-    Job,
-    Task,
-    import_submitit,
-)
+from experiments.runs.executors import FAILED, JOBS, NO_LIMIT, Apart, EngineFlags, import_submitit
+from experiments.runs.stages import Stage, description, is_finished
 
 PAUSE = 5.0  # seconds between two looks at the queue
 # Seconds after which Slurm is asked again: its controller may be started anew, or be busy
@@ -43,7 +35,7 @@ class Slurm:
         Raises:
             UserError: there is no Slurm.
         """
-        self.study_dir, self.gpus, self.jobs = study_dir, engine.slurm_gpus, list[SlurmJob]()
+        self.study_dir, self.gpus, self.jobs = study_dir, engine.slurm_gpus, dict[Path, Job]()
         self.at_once = engine.parallel or NO_LIMIT
         try:
             self.executor = import_submitit().SlurmExecutor(study_dir / JOBS)
@@ -68,29 +60,28 @@ class Slurm:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Cancel what is in the queue, if this driver was asked to end; cancelled runs save."""
         is_asked = kind is not None and not issubclass(kind, Exception)
-        left = [self.queue[job.name][0] for job in self.jobs if job.name in self.queue]
+        names = [job.name for job in self.jobs.values()]
+        left = [self.queue[name][0] for name in names if name in self.queue]
         if is_asked and left:
             print(f"cancelling {len(left)} jobs", flush=True)
             subprocess.run(["scancel", *left], check=False)
 
-    def start(self, task: Task) -> Job:
+    def start(self, run: Stage) -> None:
         """Submit a run, unless its job is in the queue; one that was cancelled ends first.
 
         Raises:
             UserError: sbatch refuses it.
         """
-        name = job_name(task, self.study_dir)
+        name = job_name(run, self.study_dir)
         while self.queue.get(name, ("", ""))[1] == "COMPLETING":
             time.sleep(self.pause)
             self.look()
         if name not in self.queue:
-            gpus = task.num_processes if self.gpus < 0 else self.gpus
+            gpus = run.num_processes if self.gpus < 0 else self.gpus
             self.executor.update_parameters(job_name=name, gpus_per_node=gpus)
             variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SECONDS_TO_SAVE)}
-            self.queue[name] = (self.submit(Apart(task, variables)), "PENDING")
-        log = self.study_dir / JOBS / f"{self.queue[name][0]}_0_log.out"
-        self.jobs.append(SlurmJob(self, task, name, log))
-        return self.jobs[-1]
+            self.queue[name] = (self.submit(Apart(run, variables)), "PENDING")
+        self.jobs[run.output_dir] = Job(name, self.queue[name][0])
 
     def submit(self, apart: Apart) -> str:
         """Submit a job, not as a step of the job in which this driver may run; its number.
@@ -108,43 +99,46 @@ class Slurm:
             except package.core.utils.FailedJobError as error:
                 refusal = str(error)
             time.sleep(seconds)
-        raise UserError(f"Slurm refuses the job of {apart.task.folder}: {refusal}")
+        raise UserError(f"Slurm refuses the job of {apart.stage.output_dir}: {refusal}")
+
+    def state(self, run: Stage) -> str:
+        """`queued`, also again, `running` or `ended`."""
+        self.look()
+        job = self.jobs[run.output_dir]
+        if job.name in self.queue:
+            job.last_seen = time.monotonic()
+            is_pending = self.queue[job.name][1] == "PENDING"
+            job.last_state = "queued" if is_pending else "running"
+            return job.last_state
+        has_left_word = is_finished(run) or (run.output_dir / FAILED).exists()
+        is_gone = has_left_word or time.monotonic() - job.last_seen > GONE_AFTER
+        return "ended" if is_gone else job.last_state
 
     def look(self) -> None:
         """Ask for the queue, unless it was asked for just now."""
         if time.monotonic() - self.asked > self.pause / 2:
             self.queue, self.asked = slurm_queue(), time.monotonic()
 
+    def log(self, run: Stage) -> Path:
+        """The output of submitit and Python."""
+        return self.study_dir / JOBS / f"{self.jobs[run.output_dir].number}_0_log.out"
+
 
 @dataclass
-class SlurmJob:
-    """A run in a job."""
+class Job:
+    """The job of a run."""
 
-    slurm: Slurm
-    task: Task
     name: str
-    log: Path
+    number: str
     last_seen: float = field(default_factory=time.monotonic)
     last_state: str = "queued"
 
-    def state(self) -> str:
-        """`queued`, also again, `running` or `ended`."""
-        self.slurm.look()
-        if self.name in self.slurm.queue:
-            self.last_seen = time.monotonic()
-            is_pending = self.slurm.queue[self.name][1] == "PENDING"
-            self.last_state = "queued" if is_pending else "running"
-            return self.last_state
-        has_left_word = self.task.is_finished or (self.task.folder / FAILED).exists()
-        is_gone = has_left_word or time.monotonic() - self.last_seen > GONE_AFTER
-        return "ended" if is_gone else self.last_state
 
-
-def job_name(task: Task, study_dir: Path) -> str:
+def job_name(run: Stage, study_dir: Path) -> str:
     """A name that no job of another run has, or of this one after a change."""
-    made_by = json.dumps([str(task.folder.absolute()), task.made_by()], sort_keys=True)
+    made_by = json.dumps([str(run.output_dir.absolute()), description(run)], sort_keys=True)
     digest = hashlib.sha256(made_by.encode()).hexdigest()
-    return re.sub(r"\W", "_", os.path.relpath(task.folder, study_dir)) + f"-{digest[:16]}"
+    return re.sub(r"\W", "_", os.path.relpath(run.output_dir, study_dir)) + f"-{digest[:16]}"
 
 
 def slurm_queue() -> dict[str, tuple[str, str]]:

@@ -2,10 +2,9 @@
 
 The same with one at a time and with processes of this host, which submitit starts; a driver that
 was killed waits for what it has left. Jobs of Slurm are in `test_slurm.py`. About
-`experiments.runs.engine`, `experiments.runs.executors` and `experiments.runs.progress`.
+`experiments.runs.engine` and `experiments.runs.executors`.
 """
 
-import io
 import os
 import signal
 import subprocess
@@ -16,14 +15,12 @@ from pathlib import Path
 
 import pytest
 from ranks import ROOT, environment
-from rich.console import Console
 
 from common.config.parser import parse
 from common.errors import UserError
-from experiments.runs import executors
+from experiments.runs import executors, stages
 from experiments.runs.engine import run_stages
-from experiments.runs.executors import Apart, EngineFlags, Task
-from experiments.runs.progress import Screen
+from experiments.runs.executors import Apart, EngineFlags
 from experiments.runs.stages import Stage, StageFailed, is_finished
 
 SCRIPT = """
@@ -59,7 +56,6 @@ import sys
 from pathlib import Path
 from experiments.runs.engine import run_stages
 from experiments.runs.executors import EngineFlags
-from experiments.runs.progress import Screen
 from experiments.runs.stages import Stage, exit_with_status
 
 folder, parallel = Path(sys.argv[1]), int(sys.argv[2])
@@ -157,58 +153,44 @@ def test_each_of_several_runs_has_its_gpus_and_its_share_of_the_cores(monkeypatc
     assert executors.share(0, 1, 8)["OMP_NUM_THREADS"] == "3"
 
 
-def test_the_screen_of_a_terminal_has_the_counts_and_the_runs_with_their_steps(tmp_path):
-    runs = {tmp_path / name: "train" for name in "abcd"}
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "metrics.jsonl").write_text('{"step": 30}\n{"step": 40}\n')
-    screen = Screen(runs, is_apart=True)
-    for folder, state in zip(runs, ("finished", "running", "failed"), strict=False):
-        screen.note(folder, state)
-    text = io.StringIO()
-    Console(file=text, width=200).print(screen.table())
-    first, *rest = text.getvalue().splitlines()
-    assert first == "1 of 4 finished, 1 running, 1 waiting, 1 failed, 0 min so far"
-    assert [line.split() for line in rest] == [
-        [str(tmp_path / "c"), "failed"],
-        [str(tmp_path / "b"), "running", "step", "40"],
-    ]
-
-
 @pytest.mark.parametrize("saves", [True, False])
 def test_before_the_time_limit_a_job_that_has_saved_is_queued_again(tmp_path, monkeypatch, saves):
     asked: list[list[str]] = []
     monkeypatch.setattr(executors.subprocess, "run", lambda words, check: asked.append(words))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
-    def make() -> None:
+    def make(run: Stage) -> None:
         if saves:
-            (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
+            (run.output_dir / "checkpoints" / "step_1").mkdir(parents=True)
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(60)
 
+    monkeypatch.setattr(stages, "run", make)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        Apart(Task(tmp_path, "train", make, dict))()
+        Apart(Stage("script.py", tmp_path))()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert asked == ([["scontrol", "requeue", "7"]] if saves else [])
     assert (tmp_path / "failed.json").exists() != saves
     if not saves:
-        error = executors.failure_of(tmp_path, tmp_path)
+        error = executors.failure_of(Stage("script.py", tmp_path), tmp_path)
         assert str(error).endswith("before anything was saved; give it more --slurm_minutes.")
 
 
-def test_what_fails_unexpectedly_leaves_its_traceback(tmp_path):
-    def make() -> None:
+def test_what_fails_unexpectedly_leaves_its_traceback(tmp_path, monkeypatch):
+    def make(run: Stage) -> None:
         raise KeyError("weights")
 
-    executors.attempt(Task(tmp_path, "train", make, dict))
-    error = executors.failure_of(tmp_path, tmp_path)
+    monkeypatch.setattr(stages, "run", make)
+    run = Stage("script.py", tmp_path)
+    executors.attempt(run)
+    error = executors.failure_of(run, tmp_path)
     assert isinstance(error, StageFailed)
     assert "test_many_runs.py" in str(error)
     (tmp_path / "failed.json").unlink()
-    assert "last words are in 7.out or " in str(executors.failure_of(tmp_path, Path("7.out")))
+    assert "last words are in 7.out or " in str(executors.failure_of(run, Path("7.out")))
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from stages_here import run_here
 
 from common.config.parser import parse
 from common.errors import UserError
-from experiments.runs import progress, replicate, stages
+from experiments.runs import engine, replicate, stages
+from experiments.runs.engine import Study
+from experiments.runs.executors import Here
 from experiments.runs.outcomes import over_seeds
 from experiments.runs.power import power_of
-from experiments.runs.progress import Screen
 from experiments.runs.replicate import ReplicateConfig
 from experiments.runs.replication import Published, read_published, source_lines
 from experiments.runs.stages import ROOT, Stage, command, config_of, description, write_mark
@@ -333,14 +334,15 @@ def test_a_dry_run_starts_every_stage_and_trains_none(folder, made, capsys):
 def test_runs_are_counted_and_the_time_left_is_that_of_runs_like_them(monkeypatch, capsys):
     """The first two take 60 s and 180 s; the third was finished before."""
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    kinds = {Path(f"run_{i}"): kind for i, kind in enumerate(["train", "evaluate"] * 2)}
-    screen = Screen(kinds, is_apart=False)
-    for run, seconds in zip(kinds, (60, 180, 0, 180), strict=True):
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now[0])
+    scripts = ["train", "evaluate"] * 2
+    runs = [Stage(script, Path(f"run_{i}")) for i, script in enumerate(scripts)]
+    study = Study(runs, Here())
+    for run, seconds in zip(runs, (60, 180, 0, 180), strict=True):
         if seconds:
-            screen.note(run, "running")
+            study.note(run.output_dir, "running")
         now[0] += seconds
-        screen.note(run, "finished" if seconds else "finished before")
+        study.note(run.output_dir, "finished" if seconds else "finished before")
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == (
         "run_1: running (1 of 4 finished, 1 running, 2 waiting, 1 min so far, about 3 min left)"
