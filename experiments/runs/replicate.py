@@ -54,6 +54,7 @@ from experiments.runs.stages import (
     config_of,
     exit_with_status,
     is_finished,
+    moved,
 )
 
 RECIPES = Path("assets/recipes")
@@ -240,10 +241,9 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
         paths = {f.name for f in fields(config_class(script)) if f.metadata["is_path"]}
         for key, value in recipe.items():
             names_of_key = other_names(key, value, start) if key in paths else {}
-            items = value if isinstance(value, list) else [value]
-            new = [moved(names_of_key.get(item, item), folders) for item in items]
-            if new != items:
-                changes[key] = new if isinstance(value, list) else new[0]
+            new = moved(moved(value, names_of_key), folders)
+            if new != value:
+                changes[key] = new
         flags = {"seed": seed, **changes, **overrides[name]}
         if script in DRIVERS:
             flags |= {"seeds": [seed], "num_processes": config.num_processes}
@@ -274,12 +274,6 @@ def run_folders(recipes: Mapping[str, Mapping[str, Any]], root: str) -> dict[str
             raise UserError(f"{name}.yaml and {stages[old]}.yaml have the same output_dir: {old}.")
     top = os.path.commonpath([Path(old).absolute().parent for old in stages])
     return {old: f"{root}/{os.path.relpath(old, top)}" for old in stages}
-
-
-def moved(text: str, folders: Mapping[str, str]) -> str:
-    """A path in one of the folders, by its other name; any other text as it is."""
-    old = next((old for old in folders if f"{text}/".startswith(f"{old}/")), "")
-    return folders[old] + text[len(old) :] if old else text
 
 
 def other_names(key: str, value: Any, start: Mapping[str, Mapping[str, str]]) -> Mapping[str, str]:

@@ -172,6 +172,14 @@ def script_arguments(stage: Stage) -> list[str]:
     return words
 
 
+def moved(value: Any, folders: Mapping[str, Any]) -> Any:
+    """A flag's value, or a list's items: a path in one of the folders is in its other one."""
+    if isinstance(value, list):
+        return [moved(item, folders) for item in value]
+    old = next((old for old in folders if f"{value}/".startswith(f"{old}/")), "")
+    return f"{folders[old]}{value[len(old) :]}" if old else value
+
+
 def as_text(value: Any) -> str:
     """A value as the command line has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

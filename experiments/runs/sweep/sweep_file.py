@@ -25,10 +25,9 @@ from typing import Any, TypeVar
 
 from common.config.recipes import read_recipe
 from common.errors import UserError
-from experiments.runs.stages import Stage
+from experiments.runs.stages import Stage, moved
 
 Entry = TypeVar("Entry")
-PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -135,24 +134,9 @@ class Sweep:
 
 
 def filled_in(flags: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, Any]:
-    """The flags with every `{stage}` replaced by that stage's folder.
-
-    Raises:
-        UserError: there is no such stage.
-    """
-
-    def folder(match: re.Match[str]) -> str:
-        if match[1] not in folders:
-            stages = ", ".join(folders)
-            raise UserError(f"{{{match[1]}}} in the flags {flags} must be a stage of {stages}.")
-        return str(folders[match[1]])
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, list):
-            return [fill(item) for item in value]
-        return PLACEHOLDER.sub(folder, value) if isinstance(value, str) else value
-
-    return {name: fill(value) for name, value in flags.items()}
+    """The flags with every `{stage}` replaced by that stage's folder."""
+    by_placeholder = {f"{{{name}}}": folder for name, folder in folders.items()}
+    return {name: moved(value, by_placeholder) for name, value in flags.items()}
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -220,8 +220,6 @@ def test_a_file_that_cannot_be_is_refused(tmp_path):
     assert "'ppo'; it must be one of reward" in message(lambda c: first(c).update(stage="ppo"))
     assert "each must be there once" in message(lambda c: c["variants"].append(first(c)))
     assert "seeds [0, 0]; each must be there" in message(lambda c: c.update(seeds=[0, 0]))
-    later = {"x": "{ppo}/model"}
-    assert "must be a stage of sft, reward" in message(lambda c: first(c).update(flags=later))
     assert "judge 'ppo'" in message(lambda c: c["evaluation"].update(judge="ppo"))
 
 
