@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from common.config.flags import check_fields, free_flag
+from common.config.flags import check_fields, flag, free_flag
 from common.errors import UserError
 from common.record.jsonl import write_atomically
 from common.record.run_folder import MARK
@@ -48,6 +48,21 @@ class EngineFlags:
         for option in self.slurm_options:
             if "=" not in option:
                 raise UserError(f"--slurm_options has {option!r}; it must be NAME=VALUE.")
+
+
+@dataclass
+class StudyFlags(EngineFlags):
+    """A chain of runs for each of several seeds."""
+
+    _chains: ClassVar = "chains"
+    seeds: list[int] = flag([0, 1, 2], "one chain for each", required=True, ge=0)
+    num_processes: int = flag(1, "processes of a run on its host, by torchrun if several", gt=0)
+
+    def __post_init__(self) -> None:
+        """Refuse a seed that is there twice."""
+        super().__post_init__()
+        if len(set(self.seeds)) < len(self.seeds):
+            raise UserError(f"--seeds is {self.seeds}; it must be one or more distinct numbers.")
 
 
 def attempt(run: Stage) -> None:

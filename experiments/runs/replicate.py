@@ -41,7 +41,7 @@ from common.config.recipes import read_recipe
 from common.errors import UserError, hint
 from experiments.runs import dry_run
 from experiments.runs.engine import run_stages
-from experiments.runs.executors import EngineFlags
+from experiments.runs.executors import StudyFlags
 from experiments.runs.outcomes import summary, write_results
 from experiments.runs.replication import differences, measured, read_published, report
 from experiments.runs.stages import (
@@ -56,6 +56,7 @@ from experiments.runs.stages import (
     is_finished,
     moved,
 )
+from experiments.runs.sweep.effects import effect_records
 
 RECIPES = Path("assets/recipes")
 PUBLISHED, ROW_MAKER = "published.yaml", "make_rows.py"
@@ -76,15 +77,11 @@ START = ("model_name_or_path", "dataset_name")
 
 
 @dataclass
-class ReplicateConfig(EngineFlags):
-    """A recipe, and the seeds of its chains."""
+class ReplicateConfig(StudyFlags):
+    """A recipe whose chain is run."""
 
     _recipe: ClassVar = "what"
     recipe: str = flag("", "folder, or name of one in assets/recipes, as tldr-gpt2 (required)")
-    seeds: list[int] = flag([0, 1, 2], "one chain for each", required=True, ge=0)
-    num_processes: int = flag(
-        1, "processes of a stage on this machine, by torchrun if several", gt=0
-    )
     output_dir: str = flag("", "folder of all runs (empty: output/replicate/<recipe>)")
     overrides: list[str] = flag([], "flag=value for all stages that have it, or stage.flag=value")
     report_only: bool = flag(False, "run nothing: report what is finished")
@@ -100,8 +97,6 @@ class ReplicateConfig(EngineFlags):
                 f"--recipe is {self.recipe!r}; it must be a folder with recipes of stages "
                 f"({', '.join(f'{stage}.yaml' for stage in CHAIN)}), or one of {', '.join(chains)}."
             )
-        if len(set(self.seeds)) < len(self.seeds):
-            raise UserError(f"--seeds is {self.seeds}; it must be one or more distinct numbers.")
         self.output_dir = self.output_dir or f"output/replicate/{self.name}"
 
     @property
@@ -151,16 +146,7 @@ def main(config: ReplicateConfig) -> None:
             }
             for (name, metric), by_seed in ours.items()
         ],
-        "differences": [
-            {
-                "metric": metric,
-                **asdict(effect),
-                "difference": asdict(effect.difference),
-                "power": asdict(effect.power),
-            }
-            for metric, panel in differences(ours).items()
-            for effect in panel[metric]
-        ],
+        "differences": effect_records(differences(ours)),
     }
     title, file = f"Replication of {config.name}", Path(config.output_dir) / "replication.json"
     facts = {"recipe": config.name, "seeds": ", ".join(map(str, config.seeds))}

@@ -25,6 +25,7 @@ nothing is done twice. Three seeds of the demo take about half an hour of one co
 Writes `results.json`, `report.html`, `report.md` and `plots/` to output_dir.
 """
 
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from experiments.runs.overoptimization import page
 from experiments.runs.overoptimization.config import OveroptimizationConfig
 from experiments.runs.overoptimization.runs import Chain
 from experiments.runs.overoptimization.summary import summarise
-from experiments.runs.stages import exit_with_status
+from experiments.runs.stages import check_flags, exit_with_status
 
 
 def main(config: OveroptimizationConfig) -> None:
@@ -47,10 +48,11 @@ def main(config: OveroptimizationConfig) -> None:
     run_dirs: list[Path] = []
     for of_seeds in zip(*(each.phases() for each in chains), strict=True):
         stages = list(chain.from_iterable(of_seeds))
+        check_flags(stages)
         run_stages(stages, config, output_dir)
         run_dirs += [stage.output_dir for stage in stages]
     results = {
-        "settings": config.settings,
+        "settings": asdict(config),
         **summarise([each.points() for each in chains], config.best_of),
     }
     facts = {"data set": config.dataset_name, "gold": config.gold}

@@ -1,16 +1,16 @@
 """The flags of over-optimisation: what is optimised, how far, and how it is measured."""
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from common.config.flags import flag, path_flag
 from common.config.stages import SamplingConfig
 from common.errors import UserError
-from experiments.runs.executors import EngineFlags
+from experiments.runs.executors import StudyFlags
 
 
 @dataclass
-class OveroptimizationConfig(SamplingConfig, EngineFlags):
+class OveroptimizationConfig(SamplingConfig, StudyFlags):
     """Rewards, methods and measurement; `seed` is that of the data only.
 
     `dataset_name` has pairs; prompts are those of its rows unless `prompts_dataset_name` has some.
@@ -26,10 +26,8 @@ class OveroptimizationConfig(SamplingConfig, EngineFlags):
     grpo_variants: list[str] = flag(
         [], "runs of that recipe, each with flags, as 'beta=0.1 num_candidates=16' (empty: one)"
     )
-    num_processes: int = flag(1, "processes of each stage", gt=0)
 
     _what: ClassVar = "what is optimised"
-    seeds: list[int] = flag([0, 1, 2], "one chain each", required=True, ge=0)
     gold: str = flag("gold", "judge that is not optimised: as one of reward_funcs")
     num_proxy_pairs: int = flag(400, "pairs that the proxy learns from, others per seed", gt=0)
     missing_eos_penalty: float = flag(-1.0, "proxy reward of a completion that did not stop")
@@ -43,7 +41,7 @@ class OveroptimizationConfig(SamplingConfig, EngineFlags):
     rejection_sizes: list[int] = flag([2, 4, 16], "train on the best of n, for each n", gt=0)
     dpo_betas: list[float] = flag([1.0, 0.3, 0.1, 0.03, 0.01], "DPO's beta, for each one run", gt=0)
     num_train_prompts: int = flag(800, "prompts that rejection and DPO learn from", gt=0)
-    num_candidates: int = flag(16, "completions of each; DPO compares neighbours, so even", gt=0)
+    num_candidates: int = flag(16, "completions of each; DPO compares neighbours", gt=0)
 
     _measuring: ClassVar = "measuring"
     num_prompts: int = flag(256, "held-out prompts", gt=0)
@@ -53,29 +51,17 @@ class OveroptimizationConfig(SamplingConfig, EngineFlags):
     def __post_init__(self) -> None:
         """Refuse values that no experiment may have."""
         SamplingConfig.__post_init__(self)
-        EngineFlags.__post_init__(self)
+        StudyFlags.__post_init__(self)
         if not self.sft_recipe and not self.model_name_or_path:
             raise UserError("--sft_recipe is empty; name a recipe, or give --model_name_or_path.")
         if not self.reward_recipe and not self.proxy:
             raise UserError("--reward_recipe is empty; name a recipe, or give --proxy.")
-        if not self.dataset_test_split:
-            raise UserError("--dataset_test_split is required: the split to measure on.")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise self.refused("seeds", "distinct numbers")
         largest = max(self.rejection_sizes, default=0)
         if self.rejection_recipe and largest > self.num_candidates:
             most = f"at most --num_candidates, {self.num_candidates}, each"
             raise self.refused("rejection_sizes", most)
-        if self.num_candidates % 2:
-            raise self.refused("num_candidates", "even")
 
     @property
     def prompts_name(self) -> str:
         """The data set of the prompts."""
         return self.prompts_dataset_name or self.dataset_name
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All flags but those that change no result: how many runs at once, and where."""
-        engine = {f.name for f in fields(EngineFlags)}
-        return {name: value for name, value in asdict(self).items() if name not in engine}

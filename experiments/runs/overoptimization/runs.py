@@ -119,7 +119,7 @@ class Chain:
                 _, text = max(drawn[:n], key=lambda candidate: candidate[0])
                 if text.strip():
                     rows.append(json_line({"prompt": line.prompt, "completion": text}))
-            for pair in zip(drawn[::2], drawn[1::2], strict=True):
+            for pair in zip(drawn[::2], drawn[1::2], strict=False):
                 (low, rejected), (high, chosen) = sorted(pair)
                 if low < high and rejected.strip() and chosen.strip():
                     texts = {"chosen": chosen, "rejected": rejected}

@@ -14,7 +14,7 @@ Writes `sweep.json`, `plots/forest.png`, `report.html` and `report.md` to the sw
 
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,13 @@ from experiments.runs.outcomes import (
     about,
     outcome_of,
     over_seeds,
-    seeds_interval,
     summary,
     systems_by_run,
     write_results,
 )
 from experiments.runs.power import HEADERS, NOTE
 from experiments.runs.stages import check_flags, exit_with_status
-from experiments.runs.sweep.effects import Effect, Effects, draw
+from experiments.runs.sweep.effects import Effect, Effects, draw, effect_records
 from experiments.runs.sweep.sweep_file import Sweep, Variant, read_sweep
 
 AS_IS = "as in the recipe"  # the choice of a run of the base chain
@@ -124,7 +123,6 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
     output_dir = Path(sweep.output_dir)
     run_dirs = [stage.output_dir for seed in sweep.seeds for stage in sweep.training(seed)]
     minutes = sum(run_cost(run_dir).get("elapsed_minutes", 0.0) for run_dir in run_dirs)
-    every = [effect for by_outcome in panels.values() for e in by_outcome.values() for effect in e]
     record = {
         "seeds": list(sweep.seeds),
         "training_minutes": round(minutes, 2),
@@ -133,28 +131,13 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
             for (slug, stage, outcome), values in outcomes.items()
             if not slug
         ],
-        "effects": [
-            {
-                **asdict(effect.variant),
-                "outcome": effect.outcome,
-                "unit": about(effect.outcome).unit,
-                "by_seed": effect.values,
-                "base_by_seed": effect.base,
-                "difference": asdict(effect.difference),
-                "together": asdict(effect.together) | {"family": effect.family},
-                "verdict": effect.verdict,
-                "power": asdict(effect.power),
-            }
-            for effect in every
-        ],
+        "effects": effect_records(panels),
     }
     blocks: list[Block] = [introduction(sweep)]
     if panels:
         picture = draw(panels, output_dir / "plots" / "forest.png")
         caption = "Difference to the base of the same seed: mean, 95% interval, and each seed."
         blocks.append(Picture(picture, caption))
-    if sweep.compared_with:
-        blocks += [Section("each run", [levels(*panel)]) for panel in panels.items()]
     blocks += [Section(stage, [table(by_outcome)]) for stage, by_outcome in panels.items()]
     facts = {"seeds": ", ".join(map(str, sweep.seeds)), "training": f"{minutes:.0f} minutes in all"}
     write_results(output_dir / "sweep.json", record, sweep.title, blocks, facts, run_dirs)
@@ -171,26 +154,9 @@ def introduction(sweep: Sweep) -> str:
         f"{base} of the same seed, with Student's 95% interval over seeds. One star: the interval "
         "excludes 0. Two stars, and yes: also when the intervals of all lines hold together with "
         "95% (Bonferroni), for the first outcome of a stage only; else the effect is no larger "
-        "than the farther end of that interval. In round brackets: the seeds' values of a share "
-        "whose interval would leave 0 to 100. Two columns are about a stage's first outcome only. "
-        f"{NOTE}"
+        "than the farther end of that interval. Two columns are about a stage's first outcome "
+        f"only. {NOTE}"
     )
-
-
-def levels(base: str, panels: Mapping[str, Sequence[Effect]]) -> Table:
-    """The outcomes of each run: mean, standard deviation and interval over seeds."""
-    headers = ["run", "choice", *(about(name).heading for name in panels)]
-    rows = [[base, AS_IS, *(level(effects[0].base, name) for name, effects in panels.items())]]
-    for effects in zip(*panels.values(), strict=True):
-        variant, cells = effects[0].variant, (level(e.values, e.outcome) for e in effects)
-        rows.append([str(variant.detail), str(variant.choice), *cells])
-    return Table(headers, rows)
-
-
-def level(values: Sequence[float], outcome: str) -> str:
-    """Mean, standard deviation and interval of an outcome over seeds."""
-    interval = seeds_interval(values, is_share=about(outcome).is_share)
-    return f"{over_seeds(values).spread} {interval}".strip()
 
 
 def table(panels: Mapping[str, Sequence[Effect]]) -> Table:

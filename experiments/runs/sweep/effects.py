@@ -1,7 +1,7 @@
 """The effects of a sweep and their forest plot: differences to the base with their intervals."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,26 @@ class Effect:
 
 
 Effects = Mapping[str, Mapping[str, Sequence[Effect]]]  # by stage and outcome, one of each variant
+
+
+def effect_records(stages: Effects) -> list[dict[str, Any]]:
+    """Every effect, ready for JSON."""
+    by_outcome = [effects for panels in stages.values() for effects in panels.values()]
+    return [
+        {
+            **asdict(effect.variant),
+            "outcome": effect.outcome,
+            "unit": about(effect.outcome).unit,
+            "by_seed": effect.values,
+            "base_by_seed": effect.base,
+            "difference": asdict(effect.difference),
+            "together": asdict(effect.together) | {"family": effect.family},
+            "verdict": effect.verdict,
+            "power": asdict(effect.power),
+        }
+        for effects in by_outcome
+        for effect in effects
+    ]
 
 
 def draw(stages: Effects, path: Path) -> Path:

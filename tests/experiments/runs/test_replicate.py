@@ -107,7 +107,7 @@ def test_the_demo_runs_from_end_to_end_for_every_seed(folder, made, capsys):
     assert "finished (10 of 10 finished, " in out
     assert out.endswith("\n2 of 2 seeds finished.\n")
     paired = next(iter(json.loads(Path(root, "replication.json").read_text())["differences"]))
-    assert (paired["metric"], *list(paired["variant"].values())[:2]) == (
+    assert (paired["outcome"], paired["detail"], paired["choice"]) == (
         *("accuracy", "reward", "compared with sft"),
     )
     sft = list(ours["sft", "accuracy"]["by_seed"].values())

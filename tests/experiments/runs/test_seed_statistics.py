@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.runs import replication
-from experiments.runs.outcomes import judges, outcome_of, over_seeds
-from experiments.runs.sweep import __main__ as sweep
+from experiments.runs.outcomes import judges, outcome_of, over_seeds, seeds_interval
 from experiments.runs.sweep.effects import Effect
 from experiments.runs.sweep.sweep_file import Variant
 
@@ -62,12 +61,11 @@ def test_what_is_said_of_an_effect(family, values, stars, verdict):
 def test_an_interval_of_shares_never_leaves_0_to_100():
     """Student's of 86.5, 88.5 and 97.9 is [75.8, 106.1]: the seeds are shown in its place."""
     shares, by_seed = [86.5, 88.5, 97.9], "(86.50, 88.50, 97.90)"
-    assert sweep.level(shares, "stop_rate").endswith(f"6.09 {by_seed}")
-    assert sweep.level(shares, "length").endswith("[75.85, 106.09]")
+    assert seeds_interval(shares, is_share=False) == "[75.85, 106.09]"
     measured = {("sft", "stop_rate"): dict(enumerate(shares))}
     assert replication.comparison([], measured).rows[0][3] == by_seed
-    assert sweep.level([50.0, 51.0, 52.0], "accuracy").endswith("[48.52, 53.48]")
-    assert sweep.level([50.0], "accuracy") == "50.00"
+    assert seeds_interval([50.0, 51.0, 52.0], is_share=True) == "[48.52, 53.48]"
+    assert seeds_interval([50.0], is_share=True) == ""
 
 
 def test_one_seed_has_no_interval():
