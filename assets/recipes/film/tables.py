@@ -25,7 +25,7 @@ from common.report.plots import COLOURS, GREY, save, style, titled_figure
 from common.report.tables import interval_cell
 from experiments.evidence.records import studies
 from experiments.runs.outcomes import over
-from experiments.runs.overoptimization import plots
+from experiments.runs.overoptimization import report
 from experiments.runs.overoptimization.curves import Values, distance
 from experiments.runs.overoptimization.summary import (
     Measured,
@@ -318,9 +318,9 @@ def policy_name(method: str, setting: float) -> str:
     """Of a measured policy, for a reader."""
     if method == "rejection":
         return f"SFT on the best of {setting:g}"
-    name = re.sub(r" num_candidates=(\d+)", r", \1 candidates", plots.title(method))
+    name = re.sub(r" num_candidates=(\d+)", r", \1 candidates", report.title(method))
     name = name.replace(" over beta", "").replace("=", " ")
-    return f"{name}, {plots.setting(method)} {setting:g}"
+    return f"{name}, {report.setting(method)} {setting:g}"
 
 
 def texts(parts: Sequence[str] = SEEDS) -> str:
@@ -365,7 +365,7 @@ def draw() -> Path:
         start = np.mean([seed["gold"]["mean"] for seed in results["seeds"]])
         for name, axes in (("kl", over_kl), ("proxy", over_proxy)):
             for (method, pattern), colour in zip(METHODS.items(), COLOURS, strict=False):
-                for track in filter(pattern.fullmatch, plots.methods_of(results)):
+                for track in filter(pattern.fullmatch, report.methods_of(results)):
                     draw_track(axes, results, track, name, color=colour, label=method)
             axes.axhline(start, color=GREY, linestyle="--", linewidth=1, label="SFT")
             axes.set_ylabel("gold reward")
@@ -381,8 +381,8 @@ def draw() -> Path:
 
 def draw_track(axes: Any, results: dict[str, Any], track: str, name: str, **look: Any) -> None:
     """The policies of a method as they lie over `kl` or the `proxy` reward; of GRPO its beta."""
-    kl, over, gold = (plots.series_of(results, track, of) for of in ("kl", name, "gold"))  # (S, K)
-    far = kl.mean(0) > plots.NEAREST  # without best of 1
+    kl, over, gold = (report.series_of(results, track, of) for of in ("kl", name, "gold"))  # (S, K)
+    far = kl.mean(0) > report.NEAREST  # without best of 1
     over, gold = over[:, far], gold[:, far]
     axes.plot(over.ravel(), gold.ravel(), ".", color=look["color"], alpha=0.4, markersize=5)
     axes.plot(over.mean(0), gold.mean(0), marker="o", markersize=4, linewidth=2, **look)

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from experiments.evidence.records import studies
-from experiments.runs.overoptimization.page import fallen
-from experiments.runs.overoptimization.plots import draw_curves
+from experiments.runs.overoptimization.report import draw_curves, fallen
 
 RESULTS = "overoptimization/results.json"
 

@@ -18,7 +18,7 @@ from common.report import markdown
 from experiments.evidence.records import studies, sweeps
 from experiments.runs.outcomes import over_seeds
 from experiments.runs.overoptimization.curves import fit
-from experiments.runs.overoptimization.plots import series_of
+from experiments.runs.overoptimization.report import series_of
 
 Record = Mapping[str, Any]
 Effect = Callable[[Record], list[float]]  # by seed; a KeyError where it was not measured

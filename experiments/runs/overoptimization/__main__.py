@@ -33,8 +33,8 @@ from common.config.parser import parse
 from common.record import run_folder
 from experiments.runs.engine import run_stages
 from experiments.runs.outcomes import write_results
-from experiments.runs.overoptimization import page
 from experiments.runs.overoptimization.config import OveroptimizationConfig
+from experiments.runs.overoptimization.report import report_blocks
 from experiments.runs.overoptimization.runs import Chain
 from experiments.runs.overoptimization.summary import summarise
 from experiments.runs.stages import check_flags, exit_with_status
@@ -57,7 +57,7 @@ def main(config: OveroptimizationConfig) -> None:
     }
     facts = {"data set": config.dataset_name, "gold": config.gold}
     facts["seeds"] = ", ".join(map(str, config.seeds))
-    blocks = page.blocks(results, output_dir / "plots")
+    blocks = report_blocks(results, output_dir / "plots")
     file, title = output_dir / "results.json", "Over-optimisation"
     write_results(file, results, title, blocks, facts, run_dirs)
 

@@ -32,7 +32,7 @@ from common.record.jsonl import read_jsonl
 from common.text import synthetic
 from experiments.runs import stages
 from experiments.runs.overoptimization import __main__ as overoptimization
-from experiments.runs.overoptimization import page
+from experiments.runs.overoptimization import report
 from experiments.runs.overoptimization.config import OveroptimizationConfig
 from experiments.runs.overoptimization.curves import best_of_n, best_of_n_kl, drop, fit
 from experiments.runs.overoptimization.runs import Chain, read_measured
@@ -174,10 +174,10 @@ def test_turns_are_listed_seed_by_seed_and_counted_by_both_intervals():
             ("grpo", 2, 60, -0.125, -0.5),
         )
     ]
-    rows = page.turns_table({"turns": turns}).rows
+    rows = report.turns_table({"turns": turns}).rows
     assert [row[:2] for row in rows] == [["GRPO over steps", seed] for seed in "012"]
     assert rows[0][2:] == ["step 50, 100", "-0.250 [-0.500, -0.125]", "+1.00 [+0.50, +2.00]"]
-    assert page.fallen({"turns": turns}).endswith(": GRPO over steps 1 of 3.")
+    assert report.fallen({"turns": turns}).endswith(": GRPO over steps 1 of 3.")
 
 
 def test_the_recipes_parse_with_nothing_ignored():
