@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,11 @@ def about(name: str) -> Outcome:
     return OUTCOMES.get(name, Outcome(name, "as recorded"))
 
 
-def systems_by_run(evaluation_dir: Path) -> dict[str, dict[str, Any]]:
+def systems_by_run(*evaluations: Path) -> dict[str, dict[str, Any]]:
     """The systems of evaluate.py's results, by the folder of the run whose `model` it judged."""
-    results = json.loads((evaluation_dir / "results.json").read_text(encoding="utf-8"))
-    return {str(Path(system["path"]).parent): system for system in results["systems"]}
+    files = [folder / "results.json" for folder in evaluations]
+    every = [system for file in files for system in json.loads(file.read_text())["systems"]]
+    return {str(Path(system["path"]).parent): system for system in every}
 
 
 def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]]) -> float | None:
@@ -101,6 +103,28 @@ def judges(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
     measured = {name for system in every for key, name in names.items() if system.get(key)}
     outcomes = dict.fromkeys(name for system in every for name in judged(system))
     return [o for o in outcomes if o not in measured and f"{o}/pass@1" not in outcomes]
+
+
+Measured = dict[tuple[str, str], dict[int, float]]  # by run and outcome: a value by seed
+
+
+def measured(
+    runs: Mapping[int, Mapping[str, Path]],
+    systems: Mapping[int, Mapping[str, Mapping[str, Any]]],
+    asked: Iterable[str] = (),
+) -> Measured:
+    """The outcomes of runs by seed and name, in their units: judges', and metrics asked for.
+
+    Of each seed the `systems` are those of its evaluations, by the folder of a run.
+    """
+    values: Measured = {}
+    for seed, run_dirs in runs.items():
+        outcomes = dict.fromkeys([*OUTCOMES, *judges(systems[seed]), *asked])
+        for (name, run_dir), outcome in product(run_dirs.items(), outcomes):
+            value = outcome_of(outcome, run_dir, systems[seed])
+            if value is not None:
+                values.setdefault((name, outcome), {})[seed] = value
+    return values
 
 
 # ---- over seeds ----------------------------------------------------------------------------------
@@ -174,9 +198,13 @@ def over(
     return f"{over_seeds(values).mean or 0.0:{sign}.{digits}f} {interval}".strip()
 
 
-def summary(name: str, values: Iterable[float]) -> dict[str, Any]:
-    """An outcome over seeds, ready for JSON."""
-    return {"unit": about(name).unit, **asdict(over_seeds(values))}
+def value_records(values: Measured) -> list[dict[str, Any]]:
+    """Every outcome of every run over seeds, ready for JSON."""
+    return [
+        {"system": run, "metric": outcome, "by_seed": by_seed, "unit": about(outcome).unit}
+        | asdict(over_seeds(by_seed.values()))
+        for (run, outcome), by_seed in values.items()
+    ]
 
 
 # ---- results -------------------------------------------------------------------------------------

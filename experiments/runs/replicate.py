@@ -42,8 +42,8 @@ from common.errors import UserError, hint
 from experiments.runs import dry_run
 from experiments.runs.engine import run_stages
 from experiments.runs.executors import StudyFlags
-from experiments.runs.outcomes import summary, write_results
-from experiments.runs.replication import differences, measured, read_published, report
+from experiments.runs.outcomes import measured, systems_by_run, value_records, write_results
+from experiments.runs.replication import differences, read_published, report
 from experiments.runs.stages import (
     DRIVERS,
     ROOT,
@@ -130,22 +130,18 @@ def main(config: ReplicateConfig) -> None:
         seed: {name: stage.output_dir for name, stage in by_name.items() if is_finished(stage)}
         for seed, by_name in chains.items()
     }
-    ours = measured(finished, published)
+    systems = {
+        seed: systems_by_run(*(run_dirs[name] for name in run_dirs if name == "evaluate"))
+        for seed, run_dirs in finished.items()
+    }
+    ours = measured(finished, systems, [row.metric for row in published])
     record = {
         "recipe": config.recipe,
         "seeds": config.seeds,
         "finished": {seed: list(run_dirs) for seed, run_dirs in finished.items()},
         "overrides": config.overrides,
         "published": [asdict(row) for row in published],
-        "ours": [
-            {
-                "system": name,
-                "metric": metric,
-                "by_seed": by_seed,
-                **summary(metric, by_seed.values()),
-            }
-            for (name, metric), by_seed in ours.items()
-        ],
+        "ours": value_records(ours),
         "differences": effect_records(differences(ours)),
     }
     title, file = f"Replication of {config.name}", Path(config.output_dir) / "replication.json"

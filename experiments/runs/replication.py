@@ -1,26 +1,16 @@
 """What a replication shows: values of ours and published ones, differences between stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
 from common.config.recipes import read_recipe
 from common.report.blocks import Block, Picture, Section, Table
-from experiments.runs.outcomes import (
-    OUTCOMES,
-    about,
-    judges,
-    outcome_of,
-    over_seeds,
-    seeds_interval,
-    systems_by_run,
-)
+from experiments.runs.outcomes import Measured, about, over_seeds, seeds_interval
 from experiments.runs.power import HEADERS, NOTE
 from experiments.runs.sweep.effects import Effect, Effects, draw
 from experiments.runs.sweep.sweep_file import Variant, entry
-
-Measured = dict[tuple[str, str], dict[int, float]]  # by system and metric: a value by seed
 
 
 @dataclass(frozen=True)
@@ -32,25 +22,6 @@ class Published:
     source: str
     value: float | None = None  # accuracies and rates as shares of 1
     note: str = ""
-
-
-# ---- measured and published values ---------------------------------------------------------------
-
-
-def measured(
-    finished: Mapping[int, Mapping[str, Path]], published: Sequence[Published]
-) -> Measured:
-    """Every outcome of every finished run by seed and stage, in its unit."""
-    values: Measured = {}
-    for seed, run_dirs in finished.items():
-        systems = systems_by_run(run_dirs["evaluate"]) if "evaluate" in run_dirs else {}
-        for name, run_dir in run_dirs.items():
-            asked = [row.metric for row in published if row.system == name]
-            for metric in dict.fromkeys([*OUTCOMES, *judges(systems), *asked]):
-                value = outcome_of(metric, run_dir, systems)
-                if value is not None:
-                    values.setdefault((name, metric), {})[seed] = value
-    return values
 
 
 def read_published(file: Path) -> list[Published]:

@@ -25,11 +25,12 @@ from common.report.blocks import Block, Picture, Section, Table
 from experiments.runs.engine import run_stages
 from experiments.runs.executors import EngineFlags
 from experiments.runs.outcomes import (
+    Measured,
     about,
-    outcome_of,
+    measured,
     over_seeds,
-    summary,
     systems_by_run,
+    value_records,
     write_results,
 )
 from experiments.runs.power import HEADERS, NOTE
@@ -38,8 +39,6 @@ from experiments.runs.sweep.effects import Effect, Effects, draw, effect_records
 from experiments.runs.sweep.sweep_file import Sweep, Variant, read_sweep
 
 AS_IS = "as in the recipe"  # the choice of a run of the base chain
-# Of the variant with a slug ("": the base chain), by stage and outcome: a value of each seed
-Outcomes = Mapping[tuple[str, str, str], Sequence[float]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,42 +61,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Line by line, each with all seeds: finished lines are complete wherever this is stopped.
     runs = [stage for of_seeds in zip(*training, strict=True) for stage in of_seeds]
     run_stages([*runs, *evaluations], engine, Path(sweep.output_dir))
-    outcomes = measured(sweep)
-    report(sweep, outcomes, effects(sweep, outcomes))
+    asked = [outcome for base in sweep.base.values() for outcome in base.outcomes]
+    systems = {
+        seed: systems_by_run(*(stage.output_dir for stage in sweep.evaluations(seed)))
+        for seed in sweep.seeds
+    }
+    values = measured({seed: sweep.folders(seed) for seed in sweep.seeds}, systems, asked)
+    report(sweep, values, effects(sweep, values))
 
 
-def measured(sweep: Sweep) -> Outcomes:
-    """The outcomes of every judged run.
-
-    Raises:
-        UserError: an outcome was not measured in one of them.
-    """
-    values: dict[tuple[str, str, str], list[float]] = {}
-    for seed in sweep.seeds:
-        systems: dict[str, dict[str, Any]] = {}
-        for stage in sweep.evaluations(seed):
-            systems |= systems_by_run(stage.output_dir)
-        runs = [("", name, run_dir) for name, run_dir in sweep.folders(seed).items()]
-        runs += [(v.slug, v.stage, sweep.folder(seed, v)) for v in sweep.variants]
-        for slug, name, run_dir in runs:
-            for outcome in sweep.base[name].outcomes:
-                value = outcome_of(outcome, run_dir, systems)
-                if value is None:
-                    missing = f"the outcome {outcome!r} was not measured in {run_dir}"
-                    raise UserError(f"{missing}; leave it out.")
-                values.setdefault((slug, name, outcome), []).append(value)
-    return values
-
-
-def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
+def effects(sweep: Sweep, values: Measured) -> Effects:
     """The effect of every variant, lines of a detail together.
 
     With `compared_with` also what the other stages' runs differ by, all from that stage's run.
+
+    Raises:
+        UserError: an outcome was not measured in a run.
     """
+
+    def by_seed(run: str, outcome: str) -> list[float]:
+        if len(values.get((run, outcome), {})) < len(sweep.seeds):
+            raise UserError(f"the outcome {outcome!r} was not measured in {run}; leave it out.")
+        return list(values[run, outcome].values())
+
     details, first = [variant.detail for variant in sweep.variants], sweep.compared_with
     in_order = sorted(sweep.variants, key=lambda variant: details.index(variant.detail))
     others = [stage for stage in sweep.base if first and stage != first]
-    runs = [("", Variant(stage, AS_IS, stage)) for stage in others]
+    runs = [(stage, Variant(stage, AS_IS, stage)) for stage in others]
     runs += [(variant.slug, variant) for variant in in_order]
     panels: dict[str, dict[str, list[Effect]]] = {}
     for stage in [first] if first else sweep.base:
@@ -107,10 +97,9 @@ def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
         else:
             lines = [run for run in runs if run[1].stage == stage]
         for name in names if lines else []:
-            base, family = outcomes["", stage, name], len(lines) if name == names[0] else 0
+            base, family = by_seed(stage, name), len(lines) if name == names[0] else 0
             panels.setdefault(stage, {})[name] = [
-                Effect(variant, name, outcomes[slug, variant.stage, name], base, family)
-                for slug, variant in lines
+                Effect(variant, name, by_seed(run, name), base, family) for run, variant in lines
             ]
     return panels
 
@@ -118,7 +107,7 @@ def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
 # ---- results -------------------------------------------------------------------------------------
 
 
-def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
+def report(sweep: Sweep, values: Measured, panels: Effects) -> None:
     """Write `sweep.json`, the picture and the report; print the tables."""
     output_dir = Path(sweep.output_dir)
     run_dirs = [stage.output_dir for seed in sweep.seeds for stage in sweep.training(seed)]
@@ -126,11 +115,7 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
     record = {
         "seeds": list(sweep.seeds),
         "training_minutes": round(minutes, 2),
-        "base": [
-            {"stage": stage, "outcome": outcome, "by_seed": values, **summary(outcome, values)}
-            for (slug, stage, outcome), values in outcomes.items()
-            if not slug
-        ],
+        "measured": value_records(values),
         "effects": effect_records(panels),
     }
     blocks: list[Block] = [introduction(sweep)]

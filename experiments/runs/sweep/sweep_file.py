@@ -82,12 +82,10 @@ class Sweep:
     compared_with: str = ""  # a stage of the base chain; empty: each variant with its own stage
 
     def folders(self, seed: int) -> dict[str, Path]:
-        """The run of each stage of the base chain."""
-        return {name: Path(self.output_dir) / f"seed_{seed}" / "base" / name for name in self.base}
-
-    def folder(self, seed: int, variant: Variant) -> Path:
-        """The run of a variant."""
-        return Path(self.output_dir) / f"seed_{seed}" / variant.slug / variant.stage
+        """The run of each stage of the base chain, and of each variant by its slug."""
+        root = Path(self.output_dir) / f"seed_{seed}"
+        base = {name: root / "base" / name for name in self.base}
+        return base | {line.slug: root / line.slug / line.stage for line in self.variants}
 
     def training(self, seed: int) -> Iterator[Stage]:
         """Every training run of a seed, the base chain first."""
@@ -100,7 +98,7 @@ class Sweep:
             flags = {"seed": seed, **filled_in({**base.flags, **variant.flags}, folders)}
             yield Stage(
                 script=base.script,
-                output_dir=self.folder(seed, variant),
+                output_dir=folders[variant.slug],
                 config=Path(base.config),
                 flags=flags,
                 patch=Path(variant.patch) if variant.patch else None,
@@ -109,22 +107,22 @@ class Sweep:
 
     def evaluations(self, seed: int) -> Iterator[Stage]:
         """The two runs of evaluate.py that judge a seed: of policies, and of reward models."""
-        judging, base = self.evaluation, self.folders(seed)
-        judged = [(name, base[name]) for name, stage in self.base.items() if stage.outcomes]
-        judged += [(variant.stage, self.folder(seed, variant)) for variant in self.variants]
+        judging, folders = self.evaluation, self.folders(seed)
+        judged = [(name, folders[name]) for name, stage in self.base.items() if stage.outcomes]
+        judged += [(variant.stage, folders[variant.slug]) for variant in self.variants]
         policies: list[str] = []
         models: list[str] = []
         for name, run_dir in judged:
             is_model = self.base[name].script == "train_reward.py"
             (models if is_model else policies).append(f"{run_dir}/model")
-        flags = {"seed": seed, **filled_in(judging.flags, base)}
+        flags = {"seed": seed, **filled_in(judging.flags, folders)}
         config, root = Path(judging.config), Path(self.output_dir) / f"seed_{seed}" / "evaluation"
         if policies:
             of_policies = {
-                **filled_in(judging.policy_flags, base),
+                **filled_in(judging.policy_flags, folders),
                 "policies": policies,
-                "ref_model_name_or_path": f"{base[judging.reference]}/model",
-                "reward_models": [f"{base[judging.judge]}/model"] if judging.judge else [],
+                "ref_model_name_or_path": f"{folders[judging.reference]}/model",
+                "reward_models": [f"{folders[judging.judge]}/model"] if judging.judge else [],
             }
             yield Stage("evaluate.py", root / "policies", config, flags | of_policies)
         if models:

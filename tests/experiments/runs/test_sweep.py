@@ -139,7 +139,8 @@ def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypa
         "wide": f"no larger than {of_two.high:.2f}",
         "none": "no larger than 0.00",
     }
-    (base,) = [b for b in record["base"] if b["stage"] == "reward"]
+    values = {(each["system"], each["metric"]): each for each in record["measured"]}
+    base = values["reward", "accuracy"]
     assert base["mean"] == pytest.approx(100 * sum(NOISE.values()) / 3)
     assert base["sd"] == pytest.approx(float(torch.tensor([30.0, -50.0, 10.0]).std()))
     assert record["git_commits"] == ["abc"]
