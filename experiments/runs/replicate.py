@@ -16,9 +16,8 @@ one stage, which wins. `model_name_or_path=X` and `dataset_name=X` replace the f
 and data set wherever a flag of the recipe names them as a model or as a data set, so the stages
 stay a chain; with a model comes its tokenizer, unless X is a config (.json). The report says that a
 run with overrides is not the recipe. A stage that `patches.yaml` names is run with that Python file
-(`patched.py`). The commands of all stages are checked and printed before the first is run;
-`--dry_run true` then starts the stages of one seed up to their training (`dry_run.py`), and ends.
-Rows that the recipe's `make_rows.py` makes are made first.
+(`patched.py`). The commands of all stages are checked and printed before the first is run, and
+`--dry_run true` ends there. Rows that the recipe's `make_rows.py` makes are made first.
 
 Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 """
@@ -27,9 +26,8 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +37,6 @@ from common.config.flags import flag
 from common.config.parser import parse
 from common.config.recipes import read_recipe
 from common.errors import UserError, hint
-from experiments.runs import dry_run
 from experiments.runs.engine import run_stages
 from experiments.runs.executors import StudyFlags
 from experiments.runs.outcomes import measured, systems_by_run, value_records, write_results
@@ -85,7 +82,7 @@ class ReplicateConfig(StudyFlags):
     output_dir: str = flag("", "folder of all runs (empty: output/replicate/<recipe>)")
     overrides: list[str] = flag([], "flag=value for all stages that have it, or stage.flag=value")
     report_only: bool = flag(False, "run nothing: report what is finished")
-    dry_run: bool = flag(False, "print all commands, start each stage without training, and end")
+    dry_run: bool = flag(False, "check the flags of all stages, print their commands, and end")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replicated."""
@@ -122,7 +119,6 @@ def main(config: ReplicateConfig) -> None:
         for stage in stages:
             print(shlex.join(command(stage)), flush=True)
         if config.dry_run:
-            start_all(config)
             return
         make_rows(config, stages)
         run_stages(stages, config, Path(config.output_dir))
@@ -154,24 +150,6 @@ def main(config: ReplicateConfig) -> None:
     blocks = [status, *report(published, ours, file.parent)]
     write_results(file, record, title, blocks, facts, run_dirs)
     print(seeds_finished(chains, finished))
-
-
-def start_all(config: ReplicateConfig) -> None:
-    """Start the stages of the first seed up to their training, in a temporary folder.
-
-    Raises:
-        UserError: a stage refuses its flags, models or rows.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        trial = chain(replace(config, output_dir=folder), config.seeds[0])
-        if missing_rows(trial.values()) and (config.folder / ROW_MAKER).is_file():
-            print(f"not checked: models and rows; first `python {config.folder / ROW_MAKER}`")
-            return
-        try:
-            dry_run.start(trial.values())
-        except UserError as error:
-            raise UserError(str(error).replace(folder, config.output_dir)) from None
-    print(f"\nall {len(trial)} stages can start")
 
 
 def seeds_finished(chains: Mapping[int, Mapping[str, Stage]], finished: Mapping[int, Any]) -> str:

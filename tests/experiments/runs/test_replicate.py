@@ -1,7 +1,7 @@
 """Claim: a recipe's chain is run for every seed, and compared with what was published.
 
 The stages are real and two steps long, in this process. About `experiments.runs.replicate`,
-`experiments.runs.replication`, `experiments.runs.dry_run` and `experiments.runs.row_maker`.
+`experiments.runs.replication` and `experiments.runs.row_maker`.
 """
 
 import json
@@ -174,8 +174,7 @@ def test_a_recipe_s_patches_are_those_of_its_stages(folder, capsys):
     patches = {name: stage.patch for name, stage in replicate.chain(config, 0).items()}
     assert {name for name, patch in patches.items() if patch} == {"reward", "grpo"}
     assert all(patch is None or (ROOT / patch).is_file() for patch in patches.values())
-    with pytest.raises(UserError, match="train_sft.py for .*'gpt2'"):
-        replicate.main(config)
+    replicate.main(config)
     lines = [line for line in capsys.readouterr().out.splitlines() if "patched.py" in line]
     assert [
         str(patches[name]) in line for name, line in zip(("reward", "grpo"), lines, strict=True)
@@ -224,13 +223,11 @@ def test_published_values_have_sources(folder):
 
 
 def test_an_override_of_one_stage_wins_and_the_chain_stays_one(folder, made, capsys):
-    """The commands of every stage are printed, then the first one's model is not found."""
+    """A dry run prints the command of every stage."""
     overrides = ["grpo.beta=0.1", "beta=0.5", "model_name_or_path=mine", "dpo.max_steps=3"]
     arguments = ["--recipe", "sentiment", "--seeds", "0", "--dry_run", "true", "--overrides"]
-    with pytest.raises(UserError, match=r"train_sft.py for .*seed_0/sft: .*'mine'"):
-        replicate.main(parse(ReplicateConfig, [*arguments, *overrides, "dataset_name=rows"]))
-    printed = capsys.readouterr().out.partition("\n\n")[0]
-    lines = [line.split() for line in printed.splitlines()]
+    replicate.main(parse(ReplicateConfig, [*arguments, *overrides, "dataset_name=rows"]))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     root = "output/replicate/sentiment/seed_0"
     model, rows = "--model_name_or_path=", "--dataset_name="
     for words, expected in zip(
@@ -312,23 +309,6 @@ def test_a_recipe_is_any_folder_and_its_runs_are_in_folders_of_their_seed(folder
         shutil.copy(copy / "reward.yaml", copy / "reward-small.yaml")
         with pytest.raises(UserError, match=r"reward.yaml and reward-small.yaml have the same out"):
             replicate.chain(parse(ReplicateConfig, ["--recipe", "mine"]), 1)
-
-
-def test_a_dry_run_starts_every_stage_and_trains_none(folder, made, capsys):
-    """Rows that only a later stage cannot use are refused; nothing is written."""
-    arguments = ["--recipe", "demo", "--output_dir", "dry", "--dry_run", "true", "--overrides"]
-    replicate.main(parse(ReplicateConfig, [*arguments, *SHORT]))
-    assert "all 5 stages can start" in capsys.readouterr().out
-    Path("rows.jsonl").write_text('{"prompt": "1 2", "completion": " 3"}\n' * 4)
-    for override, sentence in (
-        ("dpo.dataset_name=rows.jsonl", "train_dpo.py for dry/seed_0/dpo: rows.jsonl.*chosen"),
-        ("grpo.reward_funcs=[mine.py:f]", "train_grpo.py for dry/seed_0/grpo: .*mine.py"),
-        ("tokenizer_name_or_path=nowhere", "train_sft.py for dry/seed_0/sft: .*'nowhere'"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            replicate.main(parse(ReplicateConfig, [*arguments, *SHORT, override]))
-    assert not made
-    assert not Path("dry").exists()
 
 
 def test_runs_are_counted_and_the_time_left_is_that_of_runs_like_them(monkeypatch, capsys):
