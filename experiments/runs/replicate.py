@@ -17,15 +17,13 @@ and data set wherever a flag of the recipe names them as a model or as a data se
 stay a chain; with a model comes its tokenizer, unless X is a config (.json). The report says that a
 run with overrides is not the recipe. A stage that `patches.yaml` names is run with that Python file
 (`patched.py`). The commands of all stages are checked and printed before the first is run, and
-`--dry_run true` ends there. Rows that the recipe's `make_rows.py` makes are made first.
+`--dry_run true` ends there.
 
 Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 """
 
 import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -120,7 +118,7 @@ def main(config: ReplicateConfig) -> None:
             print(shlex.join(command(stage)), flush=True)
         if config.dry_run:
             return
-        make_rows(config, stages)
+        refuse_missing_rows(config, stages)
         run_stages(stages, config, Path(config.output_dir))
     finished = {
         seed: {name: stage.output_dir for name, stage in by_name.items() if is_finished(stage)}
@@ -268,26 +266,12 @@ def stages_with(override: str, names: Sequence[str]) -> list[str]:
     return takers
 
 
-def make_rows(config: ReplicateConfig, stages: Iterable[Stage]) -> None:
-    """Run the recipe's `make_rows.py`, if a folder `data/...` of its rows is not there.
-
-    Raises:
-        UserError: it could not make them, as without a network.
-    """
-    maker, missing = config.folder / ROW_MAKER, missing_rows(stages)
+def refuse_missing_rows(config: ReplicateConfig, stages: Iterable[Stage]) -> None:
+    """Raise a UserError if rows are not there that the recipe's `make_rows.py` makes."""
+    maker, names = config.folder / ROW_MAKER, [config_of(stage).dataset_name for stage in stages]
+    missing = [name for name in names if name.startswith("data/") and not Path(name).exists()]
     if missing and maker.is_file():
-        print(f"{missing[0]} does not exist: python {maker}", flush=True)
-        if subprocess.run([sys.executable, str(maker)], check=False).returncode:
-            raise UserError(
-                f"{missing[0]} does not exist and `python {maker}` could not make it; give it "
-                "local copies by the flags that it names above, or use --overrides dataset_name=."
-            )
-
-
-def missing_rows(stages: Iterable[Stage]) -> list[str]:
-    """The folders `data/...` that stages read rows from and that are not there."""
-    names = [config_of(stage).dataset_name for stage in stages]
-    return [name for name in names if name.startswith("data/") and not Path(name).exists()]
+        raise UserError(f"{missing[0]} does not exist; `python {maker}` makes it.")
 
 
 if __name__ == "__main__":
