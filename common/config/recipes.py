@@ -10,10 +10,8 @@ def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
     """The values of a recipe by key.
 
     Every value is text, as on a command line: its field says what it is. If `typed`, it is as YAML
-    1.1 reads it, for which 010 is 8, 1:30 is 90 and `no` is false.
-
-    Raises:
-        UserError: the file cannot be read, is not YAML, or has a key twice: YAML keeps the last.
+    1.1 reads it, for which 010 is 8, 1:30 is 90 and `no` is false. A UserError for a file that is
+    no YAML, or has a key twice: YAML keeps the last.
     """
     import yaml
 

@@ -86,10 +86,8 @@ def outcomes(chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayL
     """Outcome of each pair, (N,): 1 if chosen scores higher, 0.5 in a tie, else 0.
 
     A tie counts one half: as a failure it would punish coarse scores (bfloat16 rewards tie often),
-    as a success it would give a constant score 100%.
-
-    Raises:
-        RuntimeError: a score is not finite; it would silently count as a failure.
+    as a success it would give a constant score 100%. A score that is not finite would silently
+    count as a failure: it is a RuntimeError.
     """
     chosen, rejected = finite_vector(chosen_scores), finite_vector(rejected_scores)  # (N,)
     assert chosen.shape == rejected.shape, f"{chosen.shape} chosen, {rejected.shape} rejected"

@@ -170,11 +170,7 @@ def reward_functions(systems: Sequence[System]) -> list[str]:
 
 
 def main_reward(systems: Sequence[System]) -> tuple[str, Rates]:
-    """The gold reward by system, else the first reward function, else the reward model's score.
-
-    Returns:
-        A title, and each system's interval; "" and {} if no system was scored by a reward.
-    """
+    """A title, and by system the gold reward, else a reward function, else the model's; or none."""
     choices = {"Gold reward of completions": [s.gold_reward for s in systems]}
     for judge in reward_functions(systems):
         choices[f"Reward {judge!r}"] = [s.rewards.get(judge) for s in systems]

@@ -150,13 +150,8 @@ def fit_logistic(
     where a call of a library's minimiser for each resample takes seconds. A step is shortened until
     no linear predictor moves by more than 1/2: up to there the second derivative grows by less than
     a factor e^(1/2) (Bach 2010, lemma 1), so that every step climbs. The covariate (N,) is within
-    [-1, 1]; the first guess, `start`, is (1, 2) or (R, 2).
-
-    Returns:
-        (R, 2) intercepts, within +-MAX_INTERCEPT, and slopes.
-
-    Raises:
-        RuntimeError: no maximum was found.
+    [-1, 1]; the first guess, `start`, is (1, 2) or (R, 2). Of the result (R, 2) the intercepts are
+    within +-MAX_INTERCEPT. A RuntimeError if no maximum is found.
     """
     from scipy.special import expit
 

@@ -84,10 +84,8 @@ class RewardModelFunction:
         """Rewards of B completions by their slots; the first one's for all that are equal.
 
         The rounding of a score depends on the other rows of its batch. Equal completions must not
-        differ by it: GRPO would divide the difference by itself and train on it.
-
-        Raises:
-            UserError: a text is longer than the model's positions.
+        differ by it: GRPO would divide the difference by itself and train on it. A UserError if a
+        text is longer than the model's positions.
         """
         assert self.model is not None, "load() comes first"
         texts = {

@@ -211,10 +211,7 @@ class RewardFunctions:
 
         A function is called once, with copies of the N*K rows and the arguments that it names;
         prompts are as the policy gets them, cut where they were too long. Its `trainer_state` says
-        that `step` of `total_steps` steps are done.
-
-        Returns:
-            Rewards with `total` and `by_function` (N, K), float32 on the host; N*K `steps`.
+        that `step` of `total_steps` steps are done. `total` and `by_function` are (N, K).
         """
         from common.text.chat import as_answers
 
@@ -248,12 +245,8 @@ class RewardFunctions:
         """Score B completions of this rank: texts, or lists of one message of the assistant.
 
         Their ids go up to the first stop token and include it; `columns` has B values for each. In
-        a row that names functions in the column `reward_funcs` only those apply.
-
-        Raises:
-            UserError: A function raised, returned the wrong number of values or one that is no
-                reward, or none applies to a row; names the function and the row of the batch
-                (counted from 0). On every rank, if a function raised.
+        a row that names functions in the column `reward_funcs` only those apply. A UserError names
+        the function and the row of the batch, counted from 0; on every rank if a function raised.
         """
         texts = {"prompts": prompts, "completions": completions}
         arguments = {**columns, **texts, "completion_ids": completion_ids}
