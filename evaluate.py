@@ -253,7 +253,6 @@ def load_data(
         )
         if not pairs:
             dataset, split_name = name, split_of_prompts
-    rewards.check_messages(pairs)
     rewards.check_rows(prompts)
     return dataset, split_name, pairs, prompts
 

@@ -110,13 +110,6 @@ class RewardModelFunction:
         first: dict[tuple[int, ...], float] = {}
         return [first.setdefault(texts[i], reward) for i, reward in enumerate(rewards.tolist())]
 
-    def check_conversation(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Raise a UserError if this model cannot read such messages."""
-        from common.text.chat import render
-
-        if not self.reads_ids(is_chat=True):
-            render({"prompt": messages}, "prompts", self.tokenizer)
-
     def reads_ids(self, *, is_chat: bool) -> bool:
         """Whether the policy's ids of a conversation, or of a text, are read as they are."""
         if not is_chat or not self.same_ids:

@@ -183,13 +183,6 @@ class RewardFunctions:
                 except Exception as error:  # of many kinds: a column holds anything
                     reason = error if isinstance(error, ValueError) else gist(error)
                     raise UserError(f"{where}: {reason}, for {name!r}.") from None
-        self.check_messages([first] if first else [])
-
-    def check_messages(self, examples: Sequence[Example]) -> None:
-        """Raise a UserError for rows of messages if a reward model cannot read them."""
-        for function in self.reward_models.values():
-            if examples and examples[0].messages:
-                function.check_conversation(examples[0].messages)
 
     def choice(self, value: Any, where: str) -> list[str]:
         """The functions that a row asks for in its column `reward_funcs`: all if it has none."""

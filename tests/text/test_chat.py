@@ -220,14 +220,6 @@ def test_a_judge_with_another_template_reads_messages_by_its_own(tmp_path, chatm
         (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
 
 
-def test_a_judge_that_cannot_read_messages_is_refused_before_it_is_loaded(tmp_path, chatml):
-    (example,) = load(tmp_path, chatml, "prompts", {"prompt": [USER]})
-    folder = tiny.save(tiny.classifier("llama", vocab_size=300), tmp_path / "model")
-    scorer = tiny.reward_functions([folder], of=chatml, **LENGTHS)
-    with pytest.raises(UserError, match="cannot render them"):
-        scorer.check_rows([example])
-
-
 def test_text_is_left_as_it_is(tmp_path, chatml):
     (example,) = load(tmp_path, chatml, "sft", {"prompt": "Why?", "completion": " Because."})
     assert (example.prompt, example.messages) == ("Why?", [])
