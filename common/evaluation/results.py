@@ -48,11 +48,6 @@ class Difference:
     num_second_better: int
     p_value: float  # McNemar's, too small where a prompt has several pairs that are alike
 
-    @property
-    def interval(self) -> Interval:
-        """The difference with its interval."""
-        return Interval(self.difference, self.low, self.high)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -102,11 +97,6 @@ class System:
         """Rewards of its completions by judge."""
         return self.generations.rewards if self.generations else {}
 
-    @property
-    def pass_rates(self) -> dict[str, Rates]:
-        """Pass rates of its completions by judge."""
-        return self.generations.pass_rates if self.generations else {}
-
 
 @dataclass(frozen=True)
 class LengthControlled:
@@ -116,11 +106,6 @@ class LengthControlled:
     low: float
     high: float
     length_effect: float  # phi, log-odds of a clearly longer completion: positive if longer wins
-
-    @property
-    def interval(self) -> Interval:
-        """The win rate with its interval."""
-        return Interval(self.win_rate, self.low, self.high)
 
 
 @dataclass(frozen=True)

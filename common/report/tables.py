@@ -65,7 +65,7 @@ def difference_table(comparison: Comparison) -> Table:
     rows = [
         [
             f"{d.first} - {d.second}",
-            interval_cell(d.interval, 100, 1, sign="+"),
+            interval_cell(Interval(d.difference, d.low, d.high), 100, 1, sign="+"),
             f"{d.num_first_better:,} : {d.num_second_better:,}",
             p_value(d.p_value),
         ]
@@ -190,14 +190,16 @@ def win_rate_table(win_rates: Sequence[WinRate]) -> Table:
     headers += ["wins", "ties", "losses", "not judged", "tokens longer"]
     rows = []
     for rate in win_rates:
-        controlled = rate.length_controlled
+        even = rate.length_controlled
         counts = (rate.num_wins, rate.num_ties, rate.num_losses, rate.num_not_judged)
         rows.append(
             [
                 f"{rate.a} against {rate.b}",
                 rate.judge,
                 interval_cell(rate.interval, 100, 1),
-                interval_cell(controlled.interval if controlled else None, 100, 1),
+                interval_cell(
+                    Interval(even.win_rate, even.low, even.high) if even else None, 100, 1
+                ),
                 *map(str, counts),
                 f"{rate.length_difference:+.1f}",
             ]

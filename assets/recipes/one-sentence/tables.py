@@ -62,9 +62,10 @@ def read() -> Record:
     for at in zip(*([line for line in log if "eval_reward" in line] for log in logs), strict=True):
         rewards, kls = ([line[name] for line in at] for name in ("eval_reward", "eval_kl"))
         run[at[0]["step"]] = Point(f"GRPO, step {at[0]['step']}", rewards, kls)
-    systems = [own for results in found.values() for own in results.systems]
-    grpo = [own.pass_rates[CHECK] for own in systems if own.name == "grpo"]
-    chat = [own.pass_rates[CHECK] for own in systems if own.name != "grpo"]
+    systems = [system for results in found.values() for system in results.systems]
+    by_name = [(s.name, s.generations.pass_rates[CHECK]) for s in systems if s.generations]
+    grpo = [rates for name, rates in by_name if name == "grpo"]
+    chat = [rates for name, rates in by_name if name != "grpo"]
     best = {}
     for name in chat[0]:
         n = int(name.removeprefix("pass@"))
