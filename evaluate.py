@@ -185,11 +185,7 @@ def generate(
     prompts: Sequence[Example],
     config: EvaluateConfig,
 ) -> None:
-    """Add a policy's completions of N prompts, K each with their measurements. Collective.
-
-    If a reward function fails, they are added without rewards before its UserError is raised.
-    """
-    from common.rewards.score import RewardFunctions
+    """Add a policy's completions of N prompts, K each with their measurements. Collective."""
     from common.sampling.sampler import Sampler
     from common.sampling.vllm.sampler import EngineSampler
 
@@ -205,18 +201,11 @@ def generate(
     )
     scoring.check_sampler(sampler, prompts, rollouts, config.temperature)
 
-    def add(judging: RewardFunctions) -> None:
+    with distributed.together():  # a reward may be faulty on one rank only
         completions = measure.measure_completions(
-            policy, reference, judging, prompts, rollouts, config, config.temperature
+            policy, reference, rewards, prompts, rollouts, config, config.temperature
         )
-        records.add_system(prompt_records, name, completions)
-
-    try:
-        with distributed.together():
-            add(rewards)
-    except UserError:
-        add(RewardFunctions({}, [], rewards.vocabulary))
-        raise
+    records.add_system(prompt_records, name, completions)
 
 
 def load_data(
@@ -224,10 +213,7 @@ def load_data(
 ) -> tuple[str, str, Sequence[Example], Sequence[Example]]:
     """Data set and split, the pairs to judge and the prompts to sample from; either may be none.
 
-    Without pairs data set and split are those of the prompts.
-
-    Raises:
-        UserError: there is nothing to do.
+    Without pairs data set and split are those of the prompts. A UserError without both.
     """
     from common.text.reading import evaluated_split, has_pairs, load_examples
 
