@@ -52,11 +52,7 @@ class BatchOrder:
 
     @classmethod
     def of_training(cls, config: RowsConfig, examples: Sequence[Example]) -> "BatchOrder":
-        """Order of this process, for a training set.
-
-        Raises:
-            UserError: the global batch cannot be shared evenly.
-        """
+        """Order of this process in training; a UserError for a batch that ranks cannot share."""
         rank, world_size = distributed.rank(), distributed.world_size()
         distributed.refuse_uneven(config.batch_size, world_size)
         num_tokens: list[int] = lengths(examples).sum(1).tolist()

@@ -30,11 +30,9 @@ def hash_counters(seed: int, *counters: int | Tensor) -> Tensor:
     """Hash a seed and any number of counters, integers or tensors that broadcast, to 64 bits.
 
     The order of the counters and their number matter. For a fixed seed and fixed leading counters
-    the hash is a bijection of the last counter: distinct values never collide.
-
-    Returns:
-        int64 of the broadcast shape on the counters' device, of either sign; without any tensor
-        among the counters a scalar on the CPU.
+    the hash is a bijection of the last counter: distinct values never collide. It is int64 of the
+    broadcast shape on the counters' device, of either sign; without any tensor among the counters a
+    scalar on the CPU.
     """
     state = _mix(_as_int64(seed) + INCREMENT)
     for counter in counters:

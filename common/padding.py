@@ -43,8 +43,7 @@ def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor
 def right_pad(rows: Sequence[Sequence[int]], pad_id: int, width: int = 0) -> tuple[Tensor, Tensor]:
     """Pad B rows of ids, which may be empty, on the right to the longest one, at least to `width`.
 
-    Returns:
-        ids (B, T) int64; mask (B, T) bool, True = a token of the row. Both on the CPU.
+    Ids are (B, T) int64, the mask is (B, T) bool, True = a token of the row. Both on the CPU.
     """
     lengths = numbers(map(len, rows))  # (B,)
     mask = np.arange(lengths.max(initial=width)) < lengths[:, None]  # (B, T)
@@ -337,8 +336,7 @@ def _completions(
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Check the arguments of either layout, and pad the completions on the right.
 
-    Returns:
-        ids (B, C); mask (B, C), True = a token; the fields that both layouts have alike.
+    Returns ids (B, C), a mask (B, C), True = a token, and the fields that both layouts have alike.
     """
     is_real = [True] * len(prompts) if is_real is None else is_real
     assert len(prompts) == len(completions) == len(is_real), (

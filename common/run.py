@@ -98,10 +98,8 @@ class Run:
         """An update's micro-batches, one by one, within a step of `steps`. Collective.
 
         Gradients are reduced in the last one's backward, or with `shard_gradients` in every one.
-
-        Raises:
-            Stopped: a signal asked the run to stop, and it is saved. Only before the first update
-                of a step, which is then dropped as a whole.
+        Raises Stopped if a signal asked the run to stop, and it is saved: only before the first
+        update of a step, which is then dropped as a whole.
         """
         self.batches = batches
         for i, batch in enumerate(batches):
@@ -117,10 +115,8 @@ class Run:
     def update(self, losses: list[Tensor]) -> None:
         """Clip and take an optimiser step, on the gradients of `micro_batches`. Collective.
 
-        Their losses, of this rank, are only checked. Gradients are cleared.
-
-        Raises:
-            RuntimeError: a loss or gradient is not finite; nothing was changed, the rows are named.
+        Their losses, of this rank, are only checked. Gradients are cleared. A RuntimeError names
+        the rows if a loss or gradient is not finite; nothing was changed then.
         """
         from common.model import optim
 
@@ -158,11 +154,9 @@ class Run:
         """Export, and only then evaluate and show samples. Collective.
 
         So an evaluation or a user's function that fails cannot take the trained model with it. A
-        run that is killed here does all of it again. `shift` measures the `reward_shift`.
-
-        Raises:
-            UserError: the model could not be written; a checkpoint of the last step is kept.
-            RuntimeError: the model is written, and a hook failed.
+        run that is killed here does all of it again. `shift` measures the `reward_shift`. A
+        UserError if the model could not be written (a checkpoint of the last step is kept), a
+        RuntimeError if it is written, and a hook failed.
         """
         from common.checkpoint import export
         from common.record.run_folder import mark_finished

@@ -31,10 +31,8 @@ def score_examples(
 
     The model is a `Policy` (log-probability of a completion) or a `RewardModel` (reward), unless
     `score` computes something else of a batch: (B,), or several numbers (B, S) of one forward pass.
-
-    Returns:
-        (N, K), or (N, K, S), of N examples with K completions each, float64 on the host, the same
-        on every rank.
+    Returns (N, K), or (N, K, S), of N examples with K completions each, float64 on the host, the
+    same on every rank.
     """
     groups, first_slots = distinct_completions(examples, config)
     packed = data.pack_micro_batches(groups[distributed.rank() :: distributed.world_size()], config)
@@ -75,9 +73,8 @@ def distinct_completions(
 ) -> tuple[list[PromptGroup], list[int]]:
     """Every different completion of a prompt once, the longest first.
 
-    Returns:
-        The groups, in which completion k of row n has the slot n * K + k, n the first row with it;
-        and for each of the N * K slots the first slot with the same prompt and completion.
+    In the groups completion k of row n has the slot n * K + k, n the first row with it. The second
+    is for each of the N * K slots the first slot with the same prompt and completion.
     """
     num_completions = len(examples[0].completions)
     first_slots = list(range(len(examples) * num_completions))

@@ -48,11 +48,9 @@ def only_tokens_matter(
     Sequences of random tokens get the same log-probabilities, or rewards, when they are scored
     twice; next to a far longer one, which pads them on both sides; before another last token; and
     when a prompt is computed once for several completions. Mean differences are compared with what
-    rounding does (`rounding_limit`). Under bf16 what is trained is checked in float32 first.
-
-    Raises:
-        UserError: chance, padding, a later token or sharing a prompt changes scores, or the model
-            changes its logits in another way: another model, or another layout, is needed.
+    rounding does (`rounding_limit`). Under bf16 what is trained is checked in float32 first. A
+    UserError if one of them changes scores, or the model its logits in another way: another model,
+    or another layout, is needed.
     """
     if not config.self_check:
         return
@@ -225,10 +223,7 @@ def sampler_equals_trainer(
     """Check that before the first update sampler, trainer and reference are one distribution.
 
     So the ratio to the sampling-time policy is 1, and the KL to a reference that was loaded from
-    the same weights is 0.
-
-    Raises:
-        RuntimeError: they differ by more than rounding does.
+    the same weights is 0. A RuntimeError if they differ by more than rounding does.
     """
     logps = scores(policy, batch, temperature=temperature)  # (B, C)
     limit = rounding_limit(policy, batch, config, logps, temperature=temperature)

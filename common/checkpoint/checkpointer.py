@@ -78,10 +78,7 @@ class Checkpointer:
         """Save the state after `step` finished steps. Collective.
 
         With `async_save` it returns when a copy is made. A later `stop_if_asked`, `save` or `wait`
-        then raises the error of writing it.
-
-        Raises:
-            UserError: the checkpoint could not be written.
+        then raises the UserError of writing it.
         """
         self._sums = self.metrics.snapshot()
         self._save(step)
@@ -214,10 +211,7 @@ class Checkpointer:
         The number of ranks may have changed. Learning rate, betas and weight decay stay those of
         this run's config. In `output_dir`, later and unfinished checkpoints are removed, and the
         records are cut to the lines that the checkpoint counted, to none without one of that
-        folder.
-
-        Raises:
-            UserError: as `restore_state`, or another run is writing to `output_dir`.
+        folder. A UserError as `restore_state`, or if another run is writing to `output_dir`.
         """
         manifest: State = {"step": 0, "lines": {}}
         if folder is not None:
@@ -258,10 +252,7 @@ class Checkpointer:
 
         Sums and gradients of the unfinished step are dropped: it must not have made an update.
         `step` is counted from 0: so many are finished. `at_once`: see `StopVote.agreed_signal`.
-
-        Raises:
-            Stopped: the run is saved.
-            UserError: an earlier checkpoint could not be written.
+        Raises Stopped once the run is saved; a UserError if an earlier checkpoint was not written.
         """
         if self._writing is not None and self._writing.done():
             self.wait()

@@ -44,10 +44,8 @@ def save_pretrained(
 
     The submodule `lm` of the sharded module is the Hugging Face model. The folder is replaced once
     the new one is complete. `settings_of` has what the config and the vocabulary are for.
-    `reward_shift` is added to every score (see `fold_reward_shift`).
-
-    Raises:
-        UserError: rank 0 could not write it; raised on every rank.
+    `reward_shift` is added to every score (see `fold_reward_shift`). A UserError on every rank if
+    rank 0 could not write it.
     """
     lm = module.lm
     whole = hf_folder.once_each(module, fsdp.full_state_dict(module))  # tied parameters once

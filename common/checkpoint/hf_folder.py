@@ -89,10 +89,8 @@ def once_each(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 def export(checkpoint: Path, config: ModelFlags) -> None:
     """Write a checkpoint's `model`, its `adapter` if it has one, and the `config.yaml` of its run.
 
-    Into the checkpoint, which must be whole. Needs memory for one copy of the weights.
-
-    Raises:
-        UserError: the base of its adapters cannot be read.
+    Into the checkpoint, which must be whole. Needs memory for one copy of the weights. A UserError
+    if the base of its adapters cannot be read.
     """
     folder = checkpoint / layout.SETTINGS
     model_config = load.find_config(str(folder), None, config)
@@ -149,10 +147,7 @@ def with_folders(config: Config) -> Config:
     """A config in which checkpoints named as models are their exported `model`. Collective.
 
     The checkpoint is exported once, into its folder, and the export is removed with it. The ranks
-    check the shards together; rank 0 writes.
-
-    Raises:
-        UserError: a checkpoint is damaged, or cannot be exported.
+    check the shards together; rank 0 writes. A UserError if one is damaged, or cannot be exported.
     """
     paths = [f for f in fields(config) if f.metadata["is_path"] and f.name not in NOT_MODELS]
     names = dict.fromkeys(name for f in paths for name in values_of(config, f))

@@ -51,11 +51,7 @@ def newest_first(output_dir: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest.
-
-    Raises:
-        ValueError: it is missing or damaged.
-    """
+    """Read the manifest; a ValueError if it is missing or damaged."""
     contents: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         contents = json.loads((folder / MANIFEST).read_text())

@@ -126,9 +126,8 @@ def has_own(folders: Sequence[Path], config: TrainConfig) -> bool:
 def named(folder: Path, config: TrainConfig, others: Sequence[Path]) -> Path:
     """The folder of `--resume_from_checkpoint`, checked. Collective.
 
-    Raises:
-        UserError: it is damaged or of another stage, or `output_dir` has checkpoints of another
-            run, which those of this one would mix with.
+    A UserError if it is damaged or of another stage, or `output_dir` has checkpoints of another
+    run, which those of this one would mix with.
     """
     if reason := layout.damage(folder):
         raise UserError(f"--resume_from_checkpoint {folder} is no whole checkpoint: {reason}.")

@@ -43,10 +43,8 @@ def restore_state(
 ) -> State:
     """Load a whole checkpoint's shards in place; returns its manifest. Collective.
 
-    Learning rate, betas and weight decay of the optimizer stay as they are.
-
-    Raises:
-        UserError: the checkpoint is gone, or of another model.
+    Learning rate, betas and weight decay of the optimizer stay as they are. A UserError if the
+    checkpoint is gone, or of another model.
     """
     try:
         manifest = layout.read_manifest(folder)

@@ -161,10 +161,8 @@ def is_classifier(model_config: PretrainedConfig) -> bool:
 def ensure_classifier(model_config: PretrainedConfig) -> bool:
     """Register a sequence classifier for a family that has none, made of the generic one.
 
-    For this process. True if transformers has one, and none is made.
-
-    Raises:
-        UserError: the generic one does not fit the family.
+    For this process. True if transformers has one, and none is made. A UserError if the generic one
+    does not fit the family.
     """
     kind, classifiers = type(model_config), AutoModelForSequenceClassification._model_mapping
     if kind in classifiers:

@@ -63,10 +63,7 @@ def load_tokenizer(path: str, config: ModelFlags) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or folder, or of the embedded task (`synthetic`).
 
     A tokenizer without a pad token pads with its eos: harmless here, where masks are carried as
-    data.
-
-    Raises:
-        UserError: there is no tokenizer, or it has no eos token.
+    data. A UserError if there is none, or it has no eos token.
     """
     from common.model import checks
 
@@ -98,10 +95,8 @@ def stop_token_ids(
     """Ids that end a completion; the first is the one appended to training completions.
 
     The first is `stop_token`, by default the tokenizer's eos. The others are the eos ids of the
-    models at the `paths`, from generation_config.json, else from config.json.
-
-    Raises:
-        UserError: `stop_token` is more than one token; or there is no model.
+    models at the `paths`, from generation_config.json, else from config.json. A UserError for a
+    `stop_token` of several tokens.
     """
     from common.model import checks
 
@@ -140,9 +135,8 @@ def read_model_config(
     Dropout is off in every stage (Huang et al. 2024): with it GRPO's ratio is not 1, DPO's first
     loss is not ln 2, and the noise depends on how rows are split over ranks.
 
-    Raises:
-        UserError: there is no model, it is of the wrong kind, it has fewer embeddings than the
-            tokenizer has tokens, or prompt and completion are longer than its positions.
+    A UserError if there is no model, or of another kind, with fewer embeddings than the tokenizer
+    has tokens, or fewer positions than prompt and completion.
     """
     from common.model import checks
 
@@ -192,10 +186,8 @@ def find_config(
 ) -> PretrainedConfig:
     """The configuration of a hub id or folder, or of a .json with the tokenizer's vocabulary.
 
-    Of a model of text and images that of its text model (see `text_part.alone`).
-
-    Raises:
-        UserError: there is no model, or it is an adapter.
+    Of a model of text and images that of its text model (see `text_part.alone`). A UserError if
+    there is no model.
     """
     from common.model import checks, text_part
 
@@ -265,10 +257,7 @@ def load_reward_model(
     A causal language model gives the trunk; the head is drawn (`HEAD_STDS`) before sharding, the
     same for any number of ranks. The pad token is not the eos, because transformers reads the score
     of a padded row at the last token that is not pad. With `trains` and `lora_r` everything but
-    adapters and head is frozen.
-
-    Raises:
-        UserError: the model has a head already, and `head_init` is not the default.
+    adapters and head is frozen. A UserError for a `head_init` of a model with a head.
     """
     from common.model import checks
 
@@ -309,9 +298,8 @@ def load(
 ) -> PreTrainedModel:
     """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
 
-    Raises:
-        UserError: the weights cannot be read, have other shapes, belong to a larger model, or lack
-            parameters (other than a new reward head), which would silently start random.
+    A UserError if weights cannot be read, have other shapes, belong to a larger model, or lack
+    parameters (other than a new reward head), which would silently start random.
     """
     from common.model import checks, text_part
 

@@ -53,10 +53,7 @@ def add_adapters(
     """Freeze a model and add adapters to it, in place.
 
     The model still computes what it did before. A reward head is trained whole, and saved with the
-    adapters.
-
-    Raises:
-        UserError: the fields do not fit the model.
+    adapters. A UserError if the fields do not fit the model.
     """
     assert isinstance(config, TrainConfig)
     settings = new_settings(lm, path, config)

@@ -70,12 +70,9 @@ def clip_and_step(
 ) -> dict[str, torch.Tensor | float]:
     """Check that loss and gradient are finite, clip its global norm, step, clear. Collective.
 
-    Returns:
-        `grad_norm`, the L2 norm over all parameters on all ranks before clipping (a scalar tensor),
-        and `learning_rate`, of this step.
-
-    Raises:
-        NonFiniteError: a loss or the norm is; nothing has been changed.
+    Returns `grad_norm`, the L2 norm over all parameters on all ranks before clipping (a scalar
+    tensor), and `learning_rate`, of this step. A NonFiniteError if a loss or the norm is not
+    finite; nothing has been changed then.
     """
     lr = learning_rate(step, total_steps, config)
     trainable = [p for p in optimizer.trained if p.requires_grad]

@@ -116,10 +116,8 @@ def range_attention(
     The `tensors` are queries (Q, H, d), keys and values (T, H', d); the `ends` (S + 1,) of queries
     and of keys as in `Layout`, and the `longest` range of each. The last query of a range sees its
     last key; with `is_causal` the one before it sees one key less. Every query is in a range, and a
-    range with queries has keys.
-
-    Returns:
-        output (Q, H, d); log-sum of the exponential scores (H, Q), float32.
+    range with queries has keys. Returns the output (Q, H, d), and the log-sum of the exponential
+    scores (H, Q), float32.
     """
     (query, key, value), (query_ends, key_ends) = tensors, ends
     most_queries, most_keys = longest

@@ -39,8 +39,7 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")  # options of atten
 def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
     """Let a model take a `layout`, in place; without one it computes what it did before.
 
-    Raises:
-        UserError: the model's attention cannot be replaced.
+    A UserError if the model's attention cannot be replaced.
     """
     # Llama 4, whose layers attend to chunks, has no `base_model`.
     # Convolutions and recurrent states would run from one completion into the next.

@@ -32,11 +32,8 @@ def alone(path: str, whole: Any, auto_class: Any, text_config: PretrainedConfig)
     """The language model of the whole as one of text.
 
     Asked for by its config in the folder of the whole, it would be random (transformers 5.23,
-    findings/text_config.sh).
-
-    Raises:
-        UserError: its logits are not those of the whole, as of Aya Vision, which leaves out the
-            scale that Cohere's text model has.
+    findings/text_config.sh). A UserError if its logits are not those of the whole, as of Aya
+    Vision, which leaves out the scale that Cohere's text model has.
     """
     model: PreTrainedModel = auto_class.from_config(text_config)
     try:

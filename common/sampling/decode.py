@@ -83,8 +83,7 @@ class CopyingDecoder:
     ) -> None:
         """Prefill N prompts, padded on the left; `logits` (N*K, V) follow them.
 
-        Raises:
-            UserError: the model has no attention, as Mamba; or another forward for one token.
+        A UserError for a model without attention, as Mamba, or with another forward for one token.
         """
         module = sys.modules[type(lm).__module__]
         classes = [each for each in vars(module).values() if isinstance(each, type)]
@@ -196,10 +195,8 @@ def decode(
 
     Returns:
         Of B = N*K completions on the host ids (B, C) and a mask (B, C), True up to and including
-        the first stop token; their log-probabilities (B, C) in nats, 0 behind; has_stop (B,).
-
-    Raises:
-        RuntimeError: scores are nan.
+        the first stop token; their log-probabilities (B, C) in nats, 0 behind; has_stop (B,). A
+        RuntimeError if scores are nan.
     """
     device = lm.get_input_embeddings().weight.device
     num_rows, max_length = uniforms.shape[:2]

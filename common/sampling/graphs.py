@@ -61,10 +61,8 @@ class StepGraphs:
     ) -> Tensor:
         """Logits (B', V) of `forward`, valid until the next call; it must not wait for the device.
 
-        All that it reads and changes, but for the model's weights, is from `hold`.
-
-        Raises:
-            UserError: the model cannot be captured.
+        All that it reads and changes, but for the model's weights, is from `hold`. A UserError if
+        the model cannot be captured.
         """
         if shape not in self.warm:
             self.warm.add(shape)

@@ -36,8 +36,7 @@ class EngineSampler(Sampler):
     def __init__(self, policy: nn.Module, vocabulary: Vocabulary, config: EngineConfig) -> None:
         """Find the server; `policy.lm` is the Hugging Face model. Collective.
 
-        Raises:
-            EngineError: the server is not there, or was started with other settings.
+        An EngineError if it is not there, or was started with other settings.
         """
         self.policy = policy
         self.vocabulary = vocabulary
@@ -61,8 +60,7 @@ class EngineSampler(Sampler):
     ) -> Rollouts:
         """Requests for some samples of a prompt, several at a time. Collective at start and end.
 
-        Raises:
-            EngineError: the server is gone; on every rank.
+        An EngineError on every rank if the server is gone.
         """
         # At temperature 0 all samples of a prompt are the same: one is asked for, and repeated.
         num_distinct = num_samples if settings.temperature > 0 else 1

@@ -67,8 +67,7 @@ class Weights:
 def sender(server: Server, weights: Weights) -> Callable[[], None]:
     """The call that sends a server the weights of a pass, for one rank.
 
-    Raises:
-        EngineError: the server was started for no transport that there is from here.
+    An EngineError if it was started for no transport that there is from here.
     """
     backend = (server.setting("weight_transfer_config") or {}).get("backend")
     if server.setting("parallel_config.worker_extension_cls") == EXTENSION:
