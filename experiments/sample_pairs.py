@@ -41,7 +41,7 @@ from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.sampler import EngineSampler
 from common.scoring import check_sampler
 from common.text.example import Vocabulary
-from common.text.reading import held_out_split, load_examples
+from common.text.reading import load_splits
 
 
 @dataclass
@@ -91,18 +91,10 @@ def main(config: PairsConfig) -> None:
         save_run_files(folder, config, distributed.world_size(), commit)
         (folder / "validation.jsonl").unlink(missing_ok=True)  # of an earlier command
 
-    # Prompts of each file, reward functions
-    held_out = held_out_split(config, config.dataset_name, is_trained_on=True)
-    splits = {
-        "validation": (held_out, config.num_eval_rows),
-        "train": (config.dataset_train_split, config.num_train_rows),
-    }
-    prompts = {
-        name: load_examples(config, config.dataset_name, split, "prompts", vocabulary, num_rows)
-        for name, (split, num_rows) in splits.items()
-    }
+    # Prompts, reward functions
+    train_set, eval_set = load_splits(config, "prompts", vocabulary)
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
-    scorer.check_rows(prompts["train"], prompts["validation"])
+    scorer.check_rows(train_set, eval_set)
 
     # Policy
     lm = load.load_policy(path, model_config, config)
@@ -112,7 +104,7 @@ def main(config: PairsConfig) -> None:
     sampler_class = EngineSampler if config.rollout_server else Sampler
     sampler = sampler_class(policy, vocabulary, config)
 
-    for name, examples in prompts.items():
+    for name, examples in (("validation", eval_set), ("train", train_set)):
         pairs = sample_pairs(examples, sampler, scorer, config) if examples else []
         if pairs and distributed.is_rank0():
             write_rows(folder, name, pairs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common import distributed
 from common.config.flags import AUTO
-from common.config.stages import CommonConfig, TrainConfig
+from common.config.stages import CommonConfig, RowsConfig, TrainConfig
 from common.errors import UserError
 from common.text import chat, data_report, schemas, sources, tokenise
 from common.text.example import Example, Vocabulary
@@ -17,9 +17,9 @@ HELD_OUT_SPLITS = ("validation", "test")  # of which AUTO takes the first that i
 
 
 def load_splits(
-    config: TrainConfig, kind: str, vocabulary: Vocabulary
+    config: RowsConfig, kind: str, vocabulary: Vocabulary
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-    """The training and the held-out examples of a stage; the latter [] where there are none.
+    """The training and the held-out examples of a command; the latter [] where there are none.
 
     For SFT on conversations it prints the first row as it is trained. `kind` as in
     `load_examples`. Collective.
@@ -27,7 +27,7 @@ def load_splits(
     name, split = config.dataset_name, config.dataset_train_split
     held_out = _noted_held_out_split(config, name)
     train_set = load_examples(config, name, split, kind, vocabulary, config.num_train_rows)
-    if kind == "sft" and config.num_sample_prompts and train_set[0].messages:
+    if kind == "sft" and getattr(config, "num_sample_prompts", False) and train_set[0].messages:
         shown = data_report.marked(train_set[0], vocabulary.tokenizer)
         distributed.print_rank0(f"  row {train_set[0].row + 1}, [[trained]]: {shown}")
     eval_set = load_examples(config, name, held_out, kind, vocabulary, config.num_eval_rows)
@@ -42,7 +42,7 @@ def load_held_out_pairs(
     return load_examples(config, dataset_name, split, "preference", vocabulary, num_rows)
 
 
-def _noted_held_out_split(config: TrainConfig, dataset_name: str) -> str:
+def _noted_held_out_split(config: RowsConfig, dataset_name: str) -> str:
     """The split that a run evaluates on; where none is there it says so and returns ""."""
     is_trained_on = dataset_name == config.dataset_name
     split = held_out_split(config, dataset_name, is_trained_on=is_trained_on)
