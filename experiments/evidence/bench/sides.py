@@ -1,5 +1,6 @@
 """A row of the benchmark as a command of each side: TRL, and the stage script as users run it."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
@@ -80,13 +81,12 @@ def run(
     side: str, row: BenchRow, fixture: Path, steps: int, output_dir: Path, threads: int, seed: int
 ) -> dict[str, Any]:
     """Run a row on a side: step times in seconds, the first loss and gradient norm, peak MB."""
+    file = output_dir / METRICS
+    words = our_command(row, fixture, steps, output_dir, seed)
     if side == "trl":
-        file = output_dir.with_suffix(".jsonl")
         words = trl_command(row, fixture, steps, file, seed)
-    else:
-        file = output_dir / METRICS
-        words = our_command(row, fixture, steps, output_dir, seed)
-    file.unlink(missing_ok=True)  # to which a run adds
+    shutil.rmtree(output_dir, ignore_errors=True)  # a finished run is not made again
+    output_dir.mkdir(parents=True)
     peak = processes.run(words, output_dir.with_suffix(".log"), threads=threads)
     records = [each for each in read_jsonl(file) if "step_seconds" in each]
     result = {n: records[0][n] for n in MEASURED if n in records[0]} | {"peak_mb": peak}

@@ -26,7 +26,7 @@ from common.text.reading import load_rows
 from common.text.schemas import Row
 from common.text.tokenise import tokenize_rows
 from experiments.evidence.bench import __main__ as bench
-from experiments.evidence.bench import fixture, flops, processes
+from experiments.evidence.bench import fixture, flops, processes, sides
 from experiments.evidence.bench.fixture import EOS_ID
 from experiments.evidence.bench.rows import ROWS, SHAPES, BenchRow, Shape
 from experiments.plan import work
@@ -179,6 +179,26 @@ def test_figures_leave_the_warm_up_out_and_first_steps_are_compared():
     assert line["ratio"] == pytest.approx(3)
     assert line["ours"]["peak_mb"] == 150
     assert line["difference"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("side", sides.SIDES)
+def test_a_run_starts_in_an_empty_folder_and_is_read(side: str, tmp_path, monkeypatch):
+    def start(words: list[str], log: Path, *, threads: int) -> float:
+        assert [*folder.iterdir()] == []
+        values = {"loss": 2.0, "grad_norm": 3.0}
+        lines = [{"step_seconds": [1.0, 1.5]} | values]
+        if side == "ours":
+            lines = [{"step_seconds": seconds} | values for seconds in (1.0, 1.5)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        return 5.0
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "of an earlier command").touch()
+    monkeypatch.setattr(processes, "run", start)
+    result = sides.run(side, ROWS["sft"], Path("x"), 2, folder, threads=1, seed=0)
+    measured = {"step_seconds": [1.0, 1.5], "loss": 2.0, "grad_norm": 3.0}
+    assert result == measured | {"peak_mb": 5.0}
 
 
 def system(gold: float, kl: float = 0.5) -> dict[str, object]:
