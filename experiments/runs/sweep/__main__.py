@@ -36,9 +36,7 @@ from experiments.runs.outcomes import (
 from experiments.runs.power import HEADERS, NOTE
 from experiments.runs.stages import check_flags, exit_with_status
 from experiments.runs.sweep.effects import Effect, Effects, draw, effect_records
-from experiments.runs.sweep.sweep_file import Sweep, Variant, read_sweep
-
-AS_IS = "as in the recipe"  # the choice of a run of the base chain
+from experiments.runs.sweep.sweep_file import AS_IS, Sweep, read_sweep
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,18 +82,18 @@ def effects(sweep: Sweep, values: Measured) -> Effects:
             raise UserError(f"the outcome {outcome!r} was not measured in {run}; leave it out.")
         return list(values[run, outcome].values())
 
-    details, first = [variant.detail for variant in sweep.variants], sweep.compared_with
-    in_order = sorted(sweep.variants, key=lambda variant: details.index(variant.detail))
-    others = [stage for stage in sweep.base if first and stage != first]
-    runs = [(stage, Variant(stage, AS_IS, stage)) for stage in others]
-    runs += [(variant.slug, variant) for variant in in_order]
+    every, first = sweep.runs(), sweep.compared_with
+    details = [line.detail for line in every.values()]
+    in_order = sorted(every.items(), key=lambda item: details.index(item[1].detail))
     panels: dict[str, dict[str, list[Effect]]] = {}
     for stage in [first] if first else sweep.base:
         names = sweep.base[stage].outcomes
         if first:
-            lines = [run for run in runs if {*names} <= {*sweep.base[run[1].stage].outcomes}]
+            others = [item for item in in_order if item[0] != first]
+            lines = [item for item in others if {*names} <= {*sweep.base[item[1].stage].outcomes}]
         else:
-            lines = [run for run in runs if run[1].stage == stage]
+            variants = [item for item in in_order if item[0] not in sweep.base]
+            lines = [item for item in variants if item[1].stage == stage]
         for name in names if lines else []:
             base, family = by_seed(stage, name), len(lines) if name == names[0] else 0
             panels.setdefault(stage, {})[name] = [

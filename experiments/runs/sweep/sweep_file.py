@@ -28,6 +28,7 @@ from common.errors import UserError
 from experiments.runs.stages import Stage, moved
 
 Entry = TypeVar("Entry")
+AS_IS = "as in the recipe"  # the choice of a run of the base chain
 
 
 @dataclass(frozen=True)
@@ -81,40 +82,34 @@ class Sweep:
     title: str = "Ablations"
     compared_with: str = ""  # a stage of the base chain; empty: each variant with its own stage
 
+    def runs(self) -> dict[str, Variant]:
+        """The base chain as it is, and the variants, by the names of their runs."""
+        base = {stage: Variant(stage, AS_IS, stage) for stage in self.base}
+        return base | {line.slug: line for line in self.variants}
+
     def folders(self, seed: int) -> dict[str, Path]:
-        """The run of each stage of the base chain, and of each variant by its slug."""
-        root = Path(self.output_dir) / f"seed_{seed}"
-        base = {name: root / "base" / name for name in self.base}
-        return base | {line.slug: root / line.slug / line.stage for line in self.variants}
+        """The folder of each run."""
+        root, parents = Path(self.output_dir) / f"seed_{seed}", dict.fromkeys(self.base, "base")
+        return {run: root / parents.get(run, run) / line.stage for run, line in self.runs().items()}
 
     def training(self, seed: int) -> Iterator[Stage]:
         """Every training run of a seed, the base chain first."""
         folders = self.folders(seed)
-        for name, base in self.base.items():
-            flags = {"seed": seed, **filled_in(base.flags, folders)}
-            yield Stage(base.script, folders[name], Path(base.config), flags)
-        for variant in self.variants:
-            base = self.base[variant.stage]
-            flags = {"seed": seed, **filled_in({**base.flags, **variant.flags}, folders)}
-            yield Stage(
-                script=base.script,
-                output_dir=folders[variant.slug],
-                config=Path(base.config),
-                flags=flags,
-                patch=Path(variant.patch) if variant.patch else None,
-                num_processes=variant.num_processes,
-            )
+        for run, line in self.runs().items():
+            base, patch = self.base[line.stage], Path(line.patch) if line.patch else None
+            flags = {"seed": seed, **filled_in({**base.flags, **line.flags}, folders)}
+            config, processes = Path(base.config), line.num_processes
+            yield Stage(base.script, folders[run], config, flags, patch, processes)
 
     def evaluations(self, seed: int) -> Iterator[Stage]:
         """The two runs of evaluate.py that judge a seed: of policies, and of reward models."""
         judging, folders = self.evaluation, self.folders(seed)
-        judged = [(name, folders[name]) for name, stage in self.base.items() if stage.outcomes]
-        judged += [(variant.stage, folders[variant.slug]) for variant in self.variants]
         policies: list[str] = []
         models: list[str] = []
-        for name, run_dir in judged:
-            is_model = self.base[name].script == "train_reward.py"
-            (models if is_model else policies).append(f"{run_dir}/model")
+        for run, line in self.runs().items():
+            if self.base[line.stage].outcomes:
+                is_model = self.base[line.stage].script == "train_reward.py"
+                (models if is_model else policies).append(f"{folders[run]}/model")
         flags = {"seed": seed, **filled_in(judging.flags, folders)}
         config, root = Path(judging.config), Path(self.output_dir) / f"seed_{seed}" / "evaluation"
         if policies:
