@@ -163,11 +163,7 @@ class Apart:
 
 
 def import_submitit() -> Any:
-    """Import the package, which asks Slurm for `STOP_SIGNAL` before a time limit.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import the package, which asks Slurm for `STOP_SIGNAL` before a time limit."""
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = STOP_SIGNAL.name.removeprefix("SIG")
     try:
         import submitit

@@ -171,11 +171,7 @@ def stages_of(folder: Path) -> list[str]:
 
 
 def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
-    """The stages of a seed, by their recipes' names.
-
-    Raises:
-        UserError: an override is of no stage, or two stages write to one folder.
-    """
+    """The stages of a seed, by their recipes' names."""
     folder, names = config.folder, stages_of(config.folder)
     recipes = {name: read_recipe(str(folder / f"{name}.yaml")) for name in names}
     folders = run_folders(recipes, f"{config.output_dir}/seed_{seed}")
@@ -220,11 +216,7 @@ def script_of(name: str) -> str:
 
 
 def run_folders(recipes: Mapping[str, Mapping[str, Any]], root: str) -> dict[str, str]:
-    """The folder in `root` of each stage's run, by the folder that its recipe names.
-
-    Raises:
-        UserError: two recipes name the same one.
-    """
+    """The folder in `root` of each stage's run, by the folder that its recipe names."""
     named = [(name, recipe.get("output_dir", name).rstrip("/")) for name, recipe in recipes.items()]
     stages = {old: name for name, old in named}
     for name, old in named:
@@ -246,11 +238,7 @@ def other_names(key: str, value: Any, start: Mapping[str, Mapping[str, str]]) ->
 
 
 def stages_with(override: str, names: Sequence[str]) -> list[str]:
-    """The stages whose flags an override changes, of the recipes' `names`.
-
-    Raises:
-        UserError: there is none, or no `=`.
-    """
+    """The stages whose flags an override changes, of the recipes' `names`."""
     name, equals, _ = override.partition("=")
     stage, _, flag_name = name.rpartition(".")
     flags_of = {}

@@ -30,11 +30,7 @@ class Slurm:
     pause, first_state = PAUSE, "queued"
 
     def __init__(self, engine: EngineFlags, study_dir: Path) -> None:
-        """Take the options of the jobs, and the study's folder.
-
-        Raises:
-            UserError: there is no Slurm.
-        """
+        """Take the options of the jobs, and the study's folder."""
         self.study_dir, self.gpus, self.jobs = study_dir, engine.slurm_gpus, dict[Path, Job]()
         self.at_once = engine.parallel or NO_LIMIT
         try:
@@ -67,11 +63,7 @@ class Slurm:
             subprocess.run(["scancel", *left], check=False)
 
     def start(self, run: Stage) -> None:
-        """Submit a run, unless its job is in the queue; one that was cancelled ends first.
-
-        Raises:
-            UserError: sbatch refuses it.
-        """
+        """Submit a run, unless its job is in the queue; one that was cancelled ends first."""
         name = job_name(run, self.study_dir)
         while self.queue.get(name, ("", ""))[1] == "COMPLETING":
             time.sleep(self.pause)
@@ -86,8 +78,7 @@ class Slurm:
     def submit(self, apart: Apart) -> str:
         """Submit a job, not as a step of the job in which this driver may run; its number.
 
-        Raises:
-            UserError: sbatch refuses it; where it has taken others, again and again.
+        Where sbatch has taken others it is asked again before it counts as a refusal.
         """
         package = import_submitit()
         kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF"}
@@ -145,9 +136,6 @@ def slurm_queue() -> dict[str, tuple[str, str]]:
     """The user's jobs that wait or run: number and state by name.
 
     By squeue, since sacct works on clusters alone that have a data base.
-
-    Raises:
-        UserError: Slurm does not answer.
     """
     command = ["squeue", "--me", "--all", "--noheader", "--format=%i %T %j"]
     for seconds in RETRIES:

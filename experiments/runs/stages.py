@@ -144,11 +144,7 @@ def config_class(script: str) -> type[Any]:
 
 
 def config_of(stage: Stage) -> Any:
-    """The config that a run's script would have.
-
-    Raises:
-        UserError: the script refuses a flag.
-    """
+    """The config that a run's script would have; a UserError for a flag that it refuses."""
     return parse(config_class(stage.script), script_arguments(stage))
 
 

@@ -66,11 +66,7 @@ class Chain:
         return runs
 
     def choose(self, name: str, dataset_name: str, kind: str) -> Path:
-        """Write as many training rows as `num_<name>` has, drawn by the seed; returns the file.
-
-        Raises:
-            UserError: there are not as many.
-        """
+        """Write as many training rows as `num_<name>` has, drawn by the seed; returns the file."""
         config, wanted = self.config, getattr(self.config, f"num_{name}")
         rows = load_rows(config, dataset_name, config.dataset_train_split, kind)
         if wanted > len(rows):

@@ -72,9 +72,6 @@ def effects(sweep: Sweep, values: Measured) -> Effects:
     """The effect of every variant, lines of a detail together.
 
     With `compared_with` also what the other stages' runs differ by, all from that stage's run.
-
-    Raises:
-        UserError: an outcome was not measured in a run.
     """
 
     def by_seed(run: str, outcome: str) -> list[float]:

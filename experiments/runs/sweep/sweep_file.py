@@ -136,11 +136,7 @@ def filled_in(flags: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str
 
 
 def read_sweep(path: str, **changes: Any) -> Sweep:
-    """The sweep that a file describes, with other seeds or another folder where `changes` has them.
-
-    Raises:
-        UserError: it cannot be read, has an unknown key, or names no stage of the chain.
-    """
+    """The sweep that a file describes, with other seeds or another folder in `changes`."""
     where = f"--config {path}"
     top = entry(Sweep, read_recipe(path, typed=True), where)
     variants: Sequence[Any] = top.variants
@@ -168,11 +164,7 @@ def read_sweep(path: str, **changes: Any) -> Sweep:
 
 
 def entry(cls: type[Entry], values: Any, where: str) -> Entry:
-    """A mapping of a file as a dataclass.
-
-    Raises:
-        UserError: a key is unknown or missing, or there is no mapping.
-    """
+    """A mapping of a file as a dataclass; a UserError for an unknown or a missing key."""
     try:
         return cls(**values)
     except TypeError as error:
