@@ -1,6 +1,5 @@
 """The systems' table, the text for the terminal and the report of an evaluation."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from common.distributed import is_rank0
@@ -11,36 +10,28 @@ from common.record.terminal import NOT_MEASURED, folded, format_cell, grid, line
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.figures import accuracies_of, held_out, summary_figures
-from common.report.page import numeric, run_facts, write_page
+from common.report.page import run_facts, write_page
 from common.report.plots import system_colours
 from common.report.tables import interval_cell
 
-PAIR_NOTES = """\
+NOTES = f"""\
 - Accuracy is the share of held-out pairs in which a system scores the chosen completion higher; a
   pair with equal scores counts one half. The column `accuracy by` says by which score: implicit
   rewards and log-probabilities are different quantities. Where prompts have several pairs, read the
   interval over prompts in the section on preference accuracy.
-"""
-ATTAINABLE_NOTE = """\
 - Attainable is the accuracy that no system can exceed in expectation, where the labels were drawn
   with known probabilities.
-"""
-READING_NOTES = f"""\
 - Intervals are 95%: Wilson's for shares, the percentile bootstrap for means. They cover the draw of
   the evaluation rows, not the seed of the training run. Systems whose intervals overlap may still
   differ: they are measured on the same rows.
 - KL is to the reference in nats per completion, length is in tokens with the stop token, stop is
   the share of completions that ended by themselves. Minutes and GB are of training.
 - {NOT_MEASURED} means that it was not measured."""
-MAX_CELL_WIDTH = 30  # characters of a line in a cell of `stacked_tables`
+NAME_WIDTH, SYSTEM_WIDTH = 22, 16  # characters of columns in the terminal
 
 
 def systems_table(results: Results) -> Table:
-    """The systems of `results.json`.
-
-    Intervals are 95%; an en dash stands where nothing was measured, and a column of nothing else is
-    left out.
-    """
+    """The systems of `results.json`, without the columns in which nothing was measured."""
     functions, accuracies = reward_functions(results.systems), accuracies_of(results.systems)
     rows = []
     for system in results.systems:
@@ -74,53 +65,30 @@ def number_cell(value: float | None, digits: int, *, scale: float = 1) -> str:
 
 
 def terminal_text(results: Results) -> str:
-    """The systems' table and its conclusions.
-
-    No line is longer than the terminal's: a wider table becomes several.
-    """
-    table = systems_table(results)
-    num_keys = [*numeric(table), True].index(True)  # columns of names
-    text = stacked_tables(table.headers, table.rows, num_keys)
-    return f"{text}\n\n{folded(conclusions(results), line_width())}"
-
-
-def stacked_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int) -> str:
-    """A table, in several one below another where it is wider than the terminal.
-
-    Each has the first `num_keys` columns, to the left, and some of the others, to the right. Long
-    cells wrap inside their column, and heads before a bracket.
-    """
-    heads = [head.replace(" [", "\n[") for head in map(format_cell, headers)]
-    columns = [
-        [folded(text, MAX_CELL_WIDTH) for text in [head, *map(format_cell, cells)]]
-        for head, *cells in zip(heads, *rows, strict=True)
-    ]
-    sizes = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
-    room = line_width() - sum(2 + size for size in sizes[:num_keys])
-    groups: list[list[int]] = [[]]  # columns of each table, without the keys
-    for i in range(num_keys, len(sizes)):
-        if groups[-1] and sum(2 + sizes[j] for j in [*groups[-1], i]) > room + 2:
-            groups.append([])
-        groups[-1].append(i)
-    keys = [(column, "left") for column in columns[:num_keys]]
-    tables = ([*keys, *((columns[i], "right") for i in group)] for group in groups)
-    return "\n\n".join(grid(each, line_width()) for each in tables)
+    """The systems' table with a column for each system, several of many systems; conclusions."""
+    table, width = systems_table(results), line_width()
+    columns = [[format_cell(cell).replace(" [", "\n[") for cell in row] for row in table.rows]
+    number = max(1, (width - NAME_WIDTH) // SYSTEM_WIDTH)  # of systems in a table
+    texts = []
+    for start in range(0, len(columns), number):
+        systems = ((column, "right") for column in columns[start : start + number])
+        texts.append(grid([(table.headers, "left"), *systems], width))
+    return "\n\n".join([*texts, folded(conclusions(results), width)])
 
 
 def conclusions(results: Results) -> str:
     """The held-out rows, and win rates against the first policy, in words."""
     line = f"{held_out(results).capitalize()}; intervals are 95%."
-    rates = results.win_rates
-    judges = list(dict.fromkeys(rate.judge for rate in rates))
-    judge = "gold" if "gold" in judges else next(iter(judges[::-1]), None)  # a judge function's
-    baseline = rates[0].b if rates else None
+    if not (rates := results.win_rates):
+        return line
+    judges, baseline = [rate.judge for rate in rates], rates[0].b
+    judge = "gold" if "gold" in judges else judges[-1]  # a judge function's
     wins = [
         f"{rate.a} {interval_cell(rate.interval, 100, 1)}"
         for rate in rates
         if rate.judge == judge and rate.b == baseline
     ]
-    won = f"Win rate % against {baseline}, judged by {judge}: {', '.join(wins)}."
-    return f"{line}\n{won}" if wins else line
+    return f"{line}\nWin rate % against {baseline}, judged by {judge}: {', '.join(wins)}."
 
 
 def write_report(results: Results, output_dir: str | Path) -> list[Path]:
@@ -139,9 +107,7 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
         f"{held_out(results).capitalize()}.",
         systems_table(results),
         *map(Picture, pictures),
-        (PAIR_NOTES if results.num_pairs else "")
-        + (ATTAINABLE_NOTE if results.attainable_accuracy is not None else "")
-        + READING_NOTES,
+        NOTES,
     ]
     blocks = [Section("Systems", systems)]
     if comparison := results.comparison:

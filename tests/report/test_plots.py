@@ -234,7 +234,7 @@ def test_a_chain_without_gold_rewards_or_runs_is_reported(tmp_path: Path, result
     for each in results.systems:
         each.gold_reward = None
     _, text, *pictures = write_report(results, tmp_path)
-    assert "ttainable" not in text.read_text()
+    assert "| attainable" not in text.read_text()
     assert [picture.stem for picture in pictures] == ["accuracy"]
     assert all(ink(picture) > 0.005 for picture in pictures)
 
@@ -283,8 +283,14 @@ def test_the_terminal_shows_the_systems_and_win_rates(results, monkeypatch):
     results.comparison = Comparison(200, 200, scores, [])
     text = evaluation_report.terminal_text(results)
     table, sentences = text.split("\n\n")
-    cells = systems_table(results).rows
-    assert [line.split() for line in table.splitlines()[3:]] == [" ".join(c).split() for c in cells]
+    shown = systems_table(results)
+    expected = []  # the words of a measure: its name, each system's value, the ends of intervals
+    for name, *cells in zip(shown.headers, *shown.rows, strict=True):
+        parts = [cell.partition(" [") for cell in cells]
+        expected += [name, *(value for value, _, _ in parts), *(ends for _, _, ends in parts)]
+    head, _, *lines = table.splitlines()
+    words = " ".join([head, *lines]).replace("[", "").split()
+    assert words == " ".join(expected).replace("[", "").split()
     assert sentences.splitlines() == [
         "Held-out, 200 preference pairs; intervals are 95%.",
         "Win rate % against SFT, judged by gold: DPO 62.5 [50.0, 75.0], GRPO 70.0 [50.0, 75.0].",
@@ -293,7 +299,7 @@ def test_the_terminal_shows_the_systems_and_win_rates(results, monkeypatch):
 
 @pytest.mark.parametrize("columns", ["", "80", "62"])
 def test_no_line_of_the_terminal_is_longer_than_it(results, columns, monkeypatch):
-    """Without a terminal 80; a wide table becomes several, each with the names of its rows."""
+    """Without a terminal 80; many systems are in several tables, each with the measures' names."""
     monkeypatch.setenv("COLUMNS", columns)
     name = "output/a quite long name of an experiment/grpo-beta-0.05-seed-17"
     reward = {"regex:" + "x" * 40: Interval(-12.5, -13.5, -11.5)}
@@ -301,12 +307,12 @@ def test_no_line_of_the_terminal_is_longer_than_it(results, columns, monkeypatch
     results.systems += [system(name, rewards=reward), system("sft", reward=of_model)]
     lines = evaluation_report.terminal_text(results).splitlines()
     assert 56 < max(map(len, lines)) <= int(columns or 80)
-    num_tables = sum(set(line) == {"-"} for line in lines)
-    assert num_tables > 2
-    assert sum(line.startswith("sft  ") for line in lines) == num_tables
-    of_long_name, others = systems_table(results).rows[2], systems_table(results).rows[::3]
-    for cell in {*of_long_name[1:5], *(cell for row in others for cell in row)}:
-        assert cell in "\n".join(lines), cell
+    num_tables = sum({*line} == {"-"} for line in lines)
+    assert num_tables > 1
+    assert sum(line.startswith("length  ") for line in lines) == num_tables
+    for row in systems_table(results).rows[::3]:
+        for part in {part for cell in row for part in cell.replace(" [", "\n[").split("\n")}:
+            assert part in "\n".join(lines), part
 
 
 # --- tables of generations ---
