@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from common import distributed, scoring
 from common.config.grpo import GRPOConfig
 from common.data import Example
-from common.errors import EngineError
 from common.evaluation import accuracy, intervals
 from common.forward import Policy
 from common.grpo.rollouts import reward
@@ -54,14 +53,9 @@ class HeldOut:
     def measure(self, step: int, total_steps: int) -> dict[str, float]:
         """Metrics by name, each with its 95% interval, after `step` of `total_steps`. Collective.
 
-        Training is not affected. Where vLLM fails there is a warning, and only the pairs are
-        evaluated: if it fails again in training, the run is saved and ends.
+        Training is not affected.
         """
-        metrics: dict[str, float] = {}
-        try:
-            metrics |= self.of_prompts(step, total_steps) if self.prompts else {}
-        except EngineError as error:
-            distributed.print_rank0(f"warning: held-out prompts are not evaluated: {error}")
+        metrics = self.of_prompts(step, total_steps) if self.prompts else {}
         if self.pairs:
             policy, vocabulary = self.sampler.policy, self.sampler.vocabulary
             logps = scoring.score_examples(
@@ -94,17 +88,14 @@ class HeldOut:
         return metrics
 
     def rewards(self, rollouts: Rollouts, step: int, total_steps: int) -> dict[str, Tensor]:
-        """Rewards (N,) by metric, of which every rank computes a share of the prompts. Collective.
+        """Rewards (N,) by metric, nan where a function does not apply. Collective.
 
-        The ranks call the functions equally often, with equally many prompts; nan where a function
-        does not apply.
+        Every rank computes a share of the prompts, all equally many.
         """
         number, world_size = len(self.prompts), distributed.world_size()
         mine = list(range(distributed.rank(), number, world_size))
-        filler = [0] * (-(-number // world_size) - len(mine))  # counts nowhere
-        rows = mine + filler
-        examples = [self.prompts[row] for row in rows]
-        drawn = rollouts[torch.tensor(rows)]
+        rows = mine + [0] * (-(-number // world_size) - len(mine))  # filler, which counts nowhere
+        examples, drawn = [self.prompts[row] for row in rows], rollouts[torch.tensor(rows)]
         scored = reward(self.scorer, examples, drawn, self.config, step, total_steps)
         by_name = {f"eval_{FUNCTION_PREFIX}{name}": v for name, v in scored.by_function.items()}
         by_name = {"eval_reward": scored.total, **by_name}  # (n, 1) each
@@ -120,10 +111,8 @@ class HeldOut:
         at = self.config.temperature
 
         def log_ratio(policy: nn.Module, batch: AnyBatch) -> Tensor:  # (B,)
-            logps, ref_logps = (
-                model(batch, temperature=at).token_logps for model in (policy, reference)
-            )
-            return torch.sum(logps - ref_logps, -1)  # over (B, C)
+            logps = policy(batch, temperature=at).token_logps  # (B, C)
+            return torch.sum(logps - reference(batch, temperature=at).token_logps, -1)
 
         policy, vocabulary = self.sampler.policy, self.sampler.vocabulary
         log_ratios = scoring.score_examples(

@@ -11,7 +11,6 @@ from common import distributed
 from common.advantages import effective_sample_size, eos_penalty
 from common.config.grpo import GRPOConfig
 from common.data import Example
-from common.errors import EngineError
 from common.grpo.rollouts import SelectedCandidates, advantage_rewards, reward
 from common.losses import masked_sum
 from common.record.metrics import Accumulator
@@ -41,11 +40,7 @@ def show_samples(
 
     if not examples:
         return
-    try:
-        rollouts = sampler.sample(examples, num_samples=config.num_generations, **config.sampling)
-    except EngineError as error:  # which ends the run when it samples to train, and is saved there
-        distributed.print_rank0(f"warning: there is no table of samples: {error}")
-        return
+    rollouts = sampler.sample(examples, num_samples=config.num_generations, **config.sampling)
     scored = reward(scorer, examples, rollouts, config, step, logger.total_steps)
     has_stop = rollouts.has_stop.view(scored.total.shape)
     compared = advantage_rewards(scored.total, scored.by_function, has_stop, config)  # (F, N, G)

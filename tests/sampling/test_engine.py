@@ -264,12 +264,10 @@ def test_a_server_that_dies_costs_no_step(served, model, tmp_path, num_ranks):
     assert ranks.untimed_lines(broken)[:-1] == lines
 
 
-def test_a_table_that_cannot_be_sampled_is_left_out(served, model, tmp_path, capsys):
+def test_an_evaluation_that_cannot_be_sampled_costs_no_model(served, model, tmp_path):
     served.breaks_at = 5  # after the four prompts of the only step
-    assert ended([job(tmp_path / "run", served, model, "grpo", GRPO | {"max_steps": 1})]) == ""
-    output = capsys.readouterr().out
-    for warning in ("there is no table of samples", "held-out prompts are not evaluated"):
-        assert f"warning: {warning}: the vLLM server" in output
+    with pytest.raises(RuntimeError, match=r"the model is whole in .*: the vLLM server"):
+        ended([job(tmp_path / "run", served, model, "grpo", GRPO | {"max_steps": 1})])
     assert (tmp_path / "run" / "model").is_dir()
 
 
