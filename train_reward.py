@@ -63,7 +63,6 @@ def main(config: RewardConfig) -> None:
     model_config = load.read_model_config(config.model_name_or_path, "trunk", tokenizer, config)
     resume_from = find_checkpoint(config)
     train_set, eval_set, sft_set = load_data(config, vocabulary, model_config)
-    print_balance(train_set, eval_set)
     margin_of_row = margins(train_set, config.margin_column).to(device)  # (rows,)
     has_margins = bool(eval_set) and config.margin_column in eval_set[0].columns
     held_out_margins = margins(eval_set, config.margin_column if has_margins else "")  # (rows,)
@@ -151,11 +150,7 @@ def pair_losses(rewards: Tensor, margin: Tensor, config: RewardConfig) -> Tensor
 
 
 def margins(examples: Sequence[Example], column: str) -> Tensor:
-    """A column of all rows, (rows,) float32; zeros without a name.
-
-    Raises:
-        UserError: some row has no finite number in it.
-    """
+    """A column of all rows, which must be finite numbers, (rows,) float32; zeros without a name."""
     if not column:
         return torch.zeros(len(examples))
     values = []
@@ -168,16 +163,6 @@ def margins(examples: Sequence[Example], column: str) -> Tensor:
             )
         values.append(value)
     return torch.tensor(values, dtype=torch.float32)
-
-
-def print_balance(train_set: Sequence[Example], eval_set: Sequence[Example]) -> None:
-    """Say how far the length of the completions alone tells which one is preferred."""
-    for rows, examples in (("training", train_set), ("held-out", eval_set)):
-        if examples:
-            longer = wins(*data.completion_lengths(examples).unbind(-1)).double()  # (rows,)
-            distributed.print_rank0(
-                f"the chosen completion is the longer one in {longer.mean():.1%} of {rows} pairs"
-            )
 
 
 if __name__ == "__main__":

@@ -216,9 +216,3 @@ def test_margins_are_numbers_in_the_column_that_is_asked_for():
             train_reward.margins(with_margins(1.0, value), "margin")
     with pytest.raises(UserError, match="row 1 .* column 'difference'"):
         train_reward.margins(with_margins(1.0), "difference")
-
-
-def test_length_balance_by_hand(capsys):
-    examples = tiny.ragged_examples([(2, 4, 2), (2, 2, 5), (2, 3, 3), (2, 7, 1)])
-    train_reward.print_balance(examples, [])
-    assert f"in {(1 + 0 + 0.5 + 1) / 4:.1%} of training pairs" in capsys.readouterr().out
