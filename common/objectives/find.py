@@ -1,7 +1,7 @@
 """Functions of objectives by name or file, with their settings."""
 
-import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -64,8 +64,6 @@ class Objective:
                 raise objective.refused(f"has no setting {unknown[0]!r}; its settings are {choice}")
         if as_flags := [name for name in texts if name in cls.flags]:
             raise UserError(f"--objective_args has {as_flags[0]}; give it as --{as_flags[0]}.")
-        if len(texts) < len(arguments):
-            raise UserError(f"--objective_args names a setting twice: {' '.join(arguments)}.")
         for function in objective.functions:
             values = function.settings
             values |= {name: settings[name] for name in settings if name in values}
@@ -76,11 +74,14 @@ class Objective:
     @classmethod
     def function_of(cls, name: str) -> Function:
         """The function of that name, with its defaults."""
+        from common.objectives.user_files import load_from_file
+
         if name in (built_in := cls.built_in()):
             constants = vars(import_module(f"common.objectives.{cls.folder}.{name}"))
             function = constants[name]
         elif ".py" in name:
-            function, constants = from_file(name, f"--{cls.flag}")
+            function = load_from_file(name, f"--{cls.flag}")
+            constants = vars(sys.modules[function.__module__])
         else:
             choice = f"file.py:function, or one of {', '.join(built_in)} ({hint(name, built_in)})"
             raise UserError(f"--{cls.flag} is {name!r}; it must be {choice}.")
@@ -108,15 +109,6 @@ class Objective:
     def settings(self) -> dict[str, Any]:
         """Settings by name, without those that functions have at different values."""
         return merged([function.settings for function in self.functions])
-
-
-@functools.cache  # a run goes on if the file is moved
-def from_file(name: str, flag: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function of a user's file, which is run, and what the file defines."""
-    from common.objectives.user_files import load_from_file, module_of
-
-    function = load_from_file(name, flag)
-    return function, vars(module_of(Path(name.rpartition(":")[0]).expanduser()))
 
 
 def merged(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

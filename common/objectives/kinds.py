@@ -14,10 +14,7 @@ from common.objectives.find import Function, Objective
 
 
 def call(function: Function, values: Mapping[str, Any]) -> Any:
-    """Call the function of an objective's file with those of the values that it names.
-
-    Its settings are flags, as beta, and `objective_args`.
-    """
+    """Call the function of an objective's file with its settings, and the values that it names."""
     inputs = {name: values[name] for name in function.inputs}
     return function.function(**inputs, **function.settings)
 

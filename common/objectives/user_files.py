@@ -1,5 +1,6 @@
 """Functions of a user's files, `path/to/file.py:function`; short names of functions and models."""
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -14,13 +15,9 @@ from common.errors import UserError
 USER_FOLDERS: list[str] = []  # that `module_of` has added to sys.path
 
 
+@functools.cache  # a run goes on if the file is moved
 def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
-    """The function of `path/to/file.py:function`; runs the file.
-
-    Raises:
-        UserError: no such file or function; the sentence names the `flag` that the name was given
-            by.
-    """
+    """The function of `path/to/file.py:function`; runs the file. A UserError names the flag."""
     file, _, function_name = name.rpartition(":")
     path = Path(os.path.expanduser(file))  # Path's own raises for an unknown ~user
     if not file.endswith(".py") or not function_name:
