@@ -212,7 +212,7 @@ def even_shares(total: int, number: int) -> list[int]:
 
 def collate(groups: Sequence[PromptGroup], config: CommonConfig, pad_id: int) -> AnyBatch:
     """Make one batch of groups, a group's completions next to each other."""
-    is_fixed = config.has_fixed_shapes
+    is_fixed = config.has_fixed_shapes  # with --compile only
     groups = filled(groups, config) if is_fixed else groups
     batch = MAKERS[config.layout](
         [group.prompt_ids for group in groups],

@@ -57,7 +57,8 @@ class Policy(nn.Module):
 
         if isinstance(batch, PaddedBatch):
             return self.score_padded(batch, temperature, with_entropy, with_hidden, reference)
-        # Every prompt is computed once; only the M states that predict a token are projected
+        # Every prompt is computed once, and its completions do not see each other; only the M
+        # states that predict a token are projected
         states = last_hidden_states(self.lm, batch.input_ids, batch.position_ids, batch.layout)
         hidden = states[0, batch.predictors]  # (M, D) of (1, T, D)
         statistics = token_statistics(
@@ -72,7 +73,7 @@ class Policy(nn.Module):
         shape = batch.completion_mask.shape
         token_logps, entropy, kl = (
             hidden.new_zeros(shape.numel(), dtype=torch.float32)
-            .index_copy(0, batch.token_index[: len(values)], values)
+            .index_copy(0, batch.token_index[: len(values)], values)  # none if not asked for
             .view(shape)
             * batch.completion_mask
             for values in statistics

@@ -70,7 +70,7 @@ class DPOConfig(FrozenFlags, SampleTableFlags, CompletionFlags, TrainConfig, Sam
 
     @property
     def objective(self) -> "PreferenceLoss":
-        """The losses with their settings."""
+        """The losses with their settings: flags replace the defaults of their files."""
         from common.objectives.kinds import PreferenceLoss
 
         settings: dict[str, Any] = {"beta": self.beta}

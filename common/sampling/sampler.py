@@ -119,7 +119,7 @@ def decoded_at_once(num_samples: int, config: SamplingConfig) -> tuple[int, int]
 
 
 class Sampler:
-    """Samples from a policy that is being trained, through a plain copy of its weights."""
+    """Samples from a policy in training, through a plain copy that each `sample` fills anew."""
 
     def __init__(self, policy: nn.Module, vocabulary: Vocabulary, config: SamplingConfig) -> None:
         """Prepare the copy; `policy.lm` is the Hugging Face model."""

@@ -51,14 +51,13 @@ class Row:
 
 
 def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
-    """Bring rows to one schema: what completions share is in `prompt` and nowhere else.
+    """Bring rows to one schema: a prompt, and completions that do not repeat it.
 
-    A column `messages` is prompt and completion in one (TRL's conversational language modelling).
-    A row with a blank cell becomes one of texts, one of them empty, which `tokenise` marks and
-    `load_examples` drops. Messages call the split `label`.
-
-    Raises:
-        UserError: A row has another schema; names the row, counted from 1, and the column.
+    A row of texts with a `prompt` stays as it is, unless the completions of all rows repeat it. A
+    column `messages` is prompt and completion in one (TRL's conversational language modelling). A
+    row with a blank cell becomes one of texts, one of them empty, which `tokenise` marks and
+    `load_examples` drops. Messages call the split `label`. A UserError names the row, counted from
+    1, and the column that has another schema.
     """
     columns = COMPLETION_COLUMNS[kind]
     rows = [_from_messages(row, columns) for row in rows]

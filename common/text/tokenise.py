@@ -54,10 +54,11 @@ def tokenize_rows(
 ) -> list[TokenisedRow]:
     """Tokenise prompts and completions separately, and find the rows to drop.
 
-    A completion ends at its first stop token; one is appended where there is none. What is longer
-    than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
-    when a prompt or a completion is blank, a pair is identical, a prompt's header alone is too
-    long, or a conversation is, or its template leaves out part of the answer.
+    Nothing is put between them: a row brings its own space or line break. A completion ends at its
+    first stop token; one is appended where there is none. What is longer than
+    `max_completion_length` is cut there and then ends without a stop token. Rows are dropped when a
+    prompt or a completion is blank, a pair is identical, a prompt's header alone is too long, or a
+    conversation is, or its template leaves out part of the answer.
     """
     tokenised: list[TokenisedRow] = []
     remaining = iter(distributed.progress_bar("tokenising", len(rows), unit="row", items=rows))
