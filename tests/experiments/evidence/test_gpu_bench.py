@@ -139,11 +139,7 @@ def test_trl_is_tuned_at_the_fastest_micro_batch(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["trl_stages", *words])
     trl_stages.main()
     lines = read_jsonl(tmp_path / "a.jsonl")
-    assert [line["variant"] for line in lines] == [
-        "16 rows",
-        "32 rows",
-        "64 rows",
-        "32 rows, torch_compile",
-    ]
+    variants = ["16 rows", "32 rows", "64 rows", "32 rows, torch_compile"]
+    assert [line["variant"] for line in lines] == variants
     assert lines[2]["error"] == "CUDA out of memory"
     assert lines[3]["torch_compile"]
