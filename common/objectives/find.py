@@ -1,7 +1,6 @@
 """Functions of objectives by name or file, with their settings."""
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -74,14 +73,14 @@ class Objective:
     @classmethod
     def function_of(cls, name: str) -> Function:
         """The function of that name, with its defaults."""
-        from common.objectives.user_files import load_from_file
+        from common.objectives.user_files import load_from_file, module_of
 
         if name in (built_in := cls.built_in()):
             constants = vars(import_module(f"common.objectives.{cls.folder}.{name}"))
             function = constants[name]
         elif ".py" in name:
             function = load_from_file(name, f"--{cls.flag}")
-            constants = vars(sys.modules[function.__module__])
+            constants = vars(module_of(Path(name.rpartition(":")[0]).expanduser()))
         else:
             choice = f"file.py:function, or one of {', '.join(built_in)} ({hint(name, built_in)})"
             raise UserError(f"--{cls.flag} is {name!r}; it must be {choice}.")

@@ -60,8 +60,6 @@ class PolicyObjective(Objective):
         for function in self.functions:
             result = call(function, tensors)
             tensors["loss"], metrics = result if isinstance(result, tuple) else (result, {})
-            if not isinstance(metrics, dict):
-                raise self.refused("returns metrics that are no dict of tensors by name")
             for name, values in metrics.items():
                 if name in all_metrics:  # weights of two functions multiply
                     values = values * all_metrics[name]

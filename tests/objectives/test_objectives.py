@@ -155,7 +155,6 @@ BROKEN = {
     "return (-advantages * logps).sum(1)": "has not the shape",
     "return None": "has not the shape",
     "return torch.where(mask, -advantages * logps, 0.0), {'x': logps.sum()}": "has not the shape",
-    "return torch.where(mask, -advantages * logps, 0.0), [logps]": "metrics that are no dict",
     "return torch.where(mask, -advantages * logps / 0, 0.0)": "is not finite",
     "return -advantages * logps": "is not 0 where the mask is False",
     "return torch.where(mask, -advantages * logps.detach(), 0.0)": "without a gradient",
