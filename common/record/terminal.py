@@ -48,11 +48,7 @@ def line_width() -> int:
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An aligned Markdown table: first column to the left, the others to the right.
-
-    Rows have as many cells as there are headers. In a cell `|` is escaped, and control characters
-    are replaced.
-    """
+    """An aligned Markdown table: first column to the left, the others to the right; `|` escaped."""
     cells = [[format_cell(cell).replace("|", "\\|") for cell in row] for row in [headers, *rows]]
     widths = [max(3, max(len(row[i]) for row in cells)) for i in range(len(headers))]
     cells.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])

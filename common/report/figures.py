@@ -12,16 +12,14 @@ from common.report.plots import GREY, save, style, titled_figure
 
 def summary_figures(results: Results, colours: Mapping[str, str], folder: Path) -> list[Path]:
     """Draw each system's accuracy and reward, a picture for each that was measured."""
+    drawers = {"accuracy": draw_accuracy} if results.num_pairs else {}
+    drawers |= {"reward": draw_reward} if main_reward(results.systems)[0] else {}
     pictures = []
-    for name, draw, is_measured in (
-        ("accuracy", draw_accuracy, results.num_pairs > 0),
-        ("reward", draw_reward, main_reward(results.systems)[0] != ""),
-    ):
-        if is_measured:
-            with style():
-                figure = titled_figure("", 4.6, 3.8)
-                draw(figure.add_subplot(), results, colours)
-                pictures.append(save(figure, folder / f"{name}.png"))
+    for name, draw in drawers.items():
+        with style():
+            figure = titled_figure("", 4.6, 3.8)
+            draw(figure.add_subplot(), results, colours)
+            pictures.append(save(figure, folder / f"{name}.png"))
     return pictures
 
 

@@ -26,15 +26,9 @@ WIDE = 750  # pixels: such a picture scrolls on a phone, narrower ones stand sid
 
 
 def write_page(
-    output_dir: str | Path,
-    title: str,
-    blocks: Sequence[Block],
-    facts: Mapping[str, str],
+    output_dir: str | Path, title: str, blocks: Sequence[Block], facts: Mapping[str, str]
 ) -> list[Path]:
-    """Write `report.html` and `report.md` of the same content; returns both. Rank 0 only.
-
-    The same blocks and facts give the same bytes. The facts are below the title.
-    """
+    """Write `report.html` and `report.md`, with the facts below the title. Rank 0 only."""
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     files = {

@@ -146,10 +146,7 @@ def curve_panels(records: Records) -> list[Panel]:
 
 
 def draw_panel(axes: Any, panel: Panel, colours: Sequence[str] = COLOURS) -> None:
-    """The curves of a panel, in these colours by turns; long ones below their mean.
-
-    An interval is a bar through its point.
-    """
+    """The curves of a panel, in these colours by turns; long ones below their mean."""
     for line, colour in zip(panel.lines, cycle(colours)):
         look = {"color": colour, "label": line.label, "linewidth": 1.6}
         if len(line.y) > SMOOTH_ABOVE and not line.exact:
@@ -170,10 +167,7 @@ def draw_panel(axes: Any, panel: Panel, colours: Sequence[str] = COLOURS) -> Non
 
 
 def plot_run(output_dir: str | Path) -> list[Path]:
-    """Draw `output_dir/plots/curves.png`: one panel per group of metrics the run recorded.
-
-    Nothing is written, and [] returned, if nothing was recorded, and on other ranks than 0.
-    """
+    """Draw `output_dir/plots/curves.png`: a panel per group of recorded metrics. On rank 0 only."""
     output_dir = Path(output_dir)
     records = read_metrics(output_dir) if is_rank0() else []
     name = output_dir.resolve().name

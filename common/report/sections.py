@@ -75,20 +75,12 @@ def training_browser(records: Sequence[Row]) -> SampleBrowser:
         Sample(prompt, {f"step {step}": training_texts(rows) for step, rows in moments.items()})
         for prompt, moments in by_prompt.items()
     ]
-    caption = "Fixed prompts at the steps where the run took samples."
-    if len(shown) < len(steps):
-        caption = f"Fixed prompts at {len(shown)} of the {len(steps)} steps with samples."
-    if any(len(rows) > MOST_COMPLETIONS for m in by_prompt.values() for rows in m.values()):
-        caption += f" The first {MOST_COMPLETIONS} completions of each."
-    return SampleBrowser(samples, caption)
+    caption = f"Fixed prompts at {len(shown)} of the {len(steps)} steps with samples"
+    return SampleBrowser(samples, f"{caption}: the first {MOST_COMPLETIONS} completions of each.")
 
 
 def training_texts(rows: Sequence[Row]) -> list[Completion]:
-    """Completions for the report from the rows of one prompt at one step of `samples.jsonl`.
-
-    They are the run's samples, or chosen and rejected of a pair. The other columns of a row are
-    noted.
-    """
+    """The run's samples of one prompt at one step, or chosen and rejected; other columns noted."""
     completions: list[Completion] = []
     for number, row in enumerate(rows[:MOST_COMPLETIONS], start=1):
         if "completion" in row:

@@ -84,10 +84,7 @@ def source_table(comparison: Comparison) -> Table:
 
 
 def interval_cell(interval: Interval | None, scale: float, digits: int, *, sign: str = "") -> str:
-    """`value [low, high]` for a table, times the scale; an en dash without an interval.
-
-    The sign "+" is that of format().
-    """
+    """`value [low, high]` times the scale, signed as by format(); an en dash without interval."""
     if not interval:
         return NOT_MEASURED
     mean = f"{scale * interval.mean or 0.0:{sign}.{digits}f}"  # never -0.0
@@ -133,10 +130,7 @@ WIN_RATE_NOTE = (
 
 
 def generation_tables(results: Results) -> list[Table]:
-    """Tables of generations: quality (`summary.summarise`), rewards, pass rates and win rates.
-
-    A table without a row is left out.
-    """
+    """Tables with a row: quality (`summary.summarise`), rewards, pass rates and win rates."""
     by_name = {s.name: s.generations for s in results.systems if s.generations}
     if results.reference_completions:
         by_name[REFERENCE] = results.reference_completions
