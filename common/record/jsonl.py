@@ -12,10 +12,7 @@ from typing import Any
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a `.jsonl` file, [] if it does not exist.
 
-    An unfinished last line, as a killed run leaves it, is dropped.
-
-    Raises:
-        RuntimeError: another line is not JSON.
+    An unfinished last line, as a killed run leaves it, is dropped; any other raises a RuntimeError.
     """
     if not path.exists():
         return []
@@ -36,10 +33,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def num_lines(path: Path) -> int:
     """Number of whole lines in a file, 0 without it."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def keep_lines(path: Path, number: int) -> None:

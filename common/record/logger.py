@@ -36,11 +36,7 @@ class RunLogger:
         start_step: int = 0,
         model_commit: str | None = None,  # see `save_run_files`
     ) -> None:
-        """Open the files, the bar, and the tracker that `report_to` names.
-
-        Raises:
-            UserError: the run was resumed beyond its end.
-        """
+        """Open files, bar and tracker; a UserError for a run that is resumed beyond its end."""
         if start_step > total_steps:
             raise UserError(
                 f"the checkpoint is at step {start_step} and the run has {total_steps} steps; "
@@ -114,26 +110,20 @@ class RunLogger:
             self._bar.update(step - self._bar.n)
 
     def samples(
-        self,
-        step: int,
-        rows: Sequence[Mapping[str, Any]],
-        shown: Sequence[Mapping[str, Any]] | None = None,
+        self, step: int, rows: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]] = ()
     ) -> None:
         """Add completions to `samples.jsonl`; log `shown`, else all of them, as a table.
 
-        Rows have the same columns: text, numbers, None, or lists of values per token, which go to
-        `samples.jsonl` only.
+        Rows have the same columns: text, numbers, None, or lists, which go to that file only.
         """
         if not self._active or not rows:
             return
         self._append(run_folder.SAMPLES, *({"step": step, **row} for row in rows))
-        few = rows if shown is None else shown
+        few = shown or rows
         table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in few]
         title = f"{self.stage} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{terminal.wrapped_table(table, terminal.line_width())}\n")
-        columns = list(table[0])
-        data = [[row.get(column) for column in columns] for row in table]
-        self._tracker.log_samples(columns, data, step)
+        self._tracker.log_samples([*table[0]], [[*row.values()] for row in table], step)
         self._mark = time.monotonic()
 
     def close(self) -> None:

@@ -19,10 +19,8 @@ _held: dict[Path, BaseFileLock] = {}  # by folder
 def take(output_dir: Path) -> None:
     """Make and lock the folder until `release` or the end of this process. Idempotent; rank 0 only.
 
-    On a file system without locks, nothing is locked.
-
-    Raises:
-        UserError: another process holds the lock, or the folder cannot be written.
+    On a file system without locks, nothing is locked. A UserError if another process holds the
+    lock, or the folder cannot be written.
     """
     folder = output_dir.absolute()
     if folder in _held:

@@ -37,10 +37,7 @@ PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb",
 def save_run_files(
     output_dir: Path, config: Any, world_size: int, model_commit: str | None = None
 ) -> None:
-    """Write `config.yaml` and `environment.json`. Rank 0 only.
-
-    The `model_commit` is that of the run's model, if it is of the hub.
-    """
+    """Write `config.yaml` and `environment.json`, with the commit of a hub's model. Rank 0 only."""
     import torch
     import yaml
 
@@ -91,9 +88,7 @@ def input_digests(texts: Iterable[str]) -> dict[str, str]:
         if path.is_file() or marks:
             digests[text] = digest(path if path.is_file() else marks[0])
         else:
-            files = sorted(
-                file for file in path.iterdir() if file.suffix in DATA and file.is_file()
-            )
+            files = sorted(f for f in path.iterdir() if f.suffix in DATA and f.is_file())
             about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
             digests[text] = hashlib.sha256(repr(about).encode()).hexdigest()
     return digests
