@@ -125,10 +125,8 @@ def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example
     """The first example of each of `number` prompts, for tables that show a prompt once."""
     firsts: dict[str, Example] = {}
     for example in examples:
-        if len(firsts) == number:
-            break
         firsts.setdefault(example.prompt, example)
-    return list(firsts.values())
+    return list(firsts.values())[:number]
 
 
 if __name__ == "__main__":

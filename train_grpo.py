@@ -193,10 +193,7 @@ def sample_and_reward(
     run.checkpointer.stop_if_asked(run.step, at_once=True)
     with run.metrics.timed("sample_seconds"), run.saved_on_user_error(run.step):
         candidates = sampler.sample(
-            examples,
-            num_samples=config.num_candidates,
-            step=run.step,
-            **config.sampling,
+            examples, num_samples=config.num_candidates, step=run.step, **config.sampling
         )
     with run.metrics.timed("score_seconds"), run.saved_on_user_error(run.step):
         scored = rollouts.reward(scorer, examples, candidates, config, run.step, run.total_steps)
@@ -212,13 +209,9 @@ def check_first_rollout(
     if config.self_check and step == 0 and micro_batches:
         first = micro_batches[0][0]
         is_same = config.ref_model_name_or_path == config.model_name_or_path
+        ref_logps = first.ref_logps if is_same else None
         self_checks.sampler_equals_trainer(
-            policy,
-            first.batch,
-            first.sampled_logps,
-            first.ref_logps if is_same else None,
-            config,
-            config.temperature,
+            policy, first.batch, first.sampled_logps, ref_logps, config, config.temperature
         )
 
 

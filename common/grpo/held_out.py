@@ -51,10 +51,7 @@ class HeldOut:
             )
 
     def measure(self, step: int, total_steps: int) -> dict[str, float]:
-        """Metrics by name, each with its 95% interval, after `step` of `total_steps`. Collective.
-
-        Training is not affected.
-        """
+        """Metrics by name with their 95% intervals; training is not affected. Collective."""
         metrics = self.of_prompts(step, total_steps) if self.prompts else {}
         if self.pairs:
             policy, vocabulary = self.sampler.policy, self.sampler.vocabulary

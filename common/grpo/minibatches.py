@@ -182,13 +182,12 @@ def reference_head(
 
     fsdp.reshard(reference)
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-
-    def whole(parameter: Tensor) -> Tensor:
-        return rollout_copy.gather(parameter, dtype)[:num_ids].float()
-
     head = Head.of(reference.lm)
-    bias = None if head.bias is None else whole(head.bias)
-    return head._replace(weight=whole(head.weight), bias=bias)
+    weight, bias = (
+        None if each is None else rollout_copy.gather(each, dtype)[:num_ids].float()
+        for each in (head.weight, head.bias)
+    )
+    return head._replace(weight=weight, bias=bias)
 
 
 # ---- advantages by slot --------------------------------------------------------------------------
@@ -290,10 +289,7 @@ def values_of_batch(batch: AnyBatch, values: Tensor) -> Tensor:
 def updates(
     minibatches: Sequence[list[MicroBatch]], config: GRPOConfig, metrics: Accumulator
 ) -> Iterator[tuple[list[MicroBatch], bool]]:
-    """The optimiser steps of a rollout, which are timed: `num_iterations` on each minibatch.
-
-    Each with its micro-batches, and whether their completions were not trained on before.
-    """
+    """The updates of a rollout, timed: micro-batches, and whether they are new to the policy."""
     with metrics.timed("update_seconds"):
         for iteration, batches in product(range(config.num_iterations), minibatches):
             yield batches, iteration == 0

@@ -88,8 +88,7 @@ def reward(
 ) -> "Rewards":
     """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective.
 
-    `step` is the number of finished steps of the run's `total_steps`. A UserError of one rank is
-    raised on every one.
+    `step` is the number of finished steps of the run's `total_steps`.
     """
     scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
@@ -124,11 +123,7 @@ def advantage_rewards(
 
 def refuse_with_steps(config: GRPOConfig) -> None:
     """Raise a UserError for flags that mean nothing where functions reward steps."""
-    plain = {
-        "advantages": "group",
-        "normalize_globally": False,
-        "zero_variance": "keep",
-    }
+    plain = {"advantages": "group", "normalize_globally": False, "zero_variance": "keep"}
     if config.has_kl_in_reward:
         plain["kl_estimator"] = "k3"
     for name, value in plain.items():
@@ -198,17 +193,14 @@ def sizes(groups: Groups, config: GRPOConfig) -> Tensor:
 def replace_flat(
     groups: Groups,
     train_set: Sequence[Example],
-    sample_groups: Callable[[list[Example], Tensor], Groups],
+    sample_groups: Callable[[list[Example], Tensor], Groups],  # of prompts, some of them filler
     config: GRPOConfig,
     step: int,
 ) -> Groups:
     """Replace flat groups by those of fresh prompts (DAPO's dynamic sampling). Collective.
 
-    For at most `MAX_RESAMPLES` rounds. The fresh rows come from a permutation of the step, without
-    the rows of the batch: neither resuming a run nor the number of ranks changes which prompts are
-    in the batch in the end.
-
-    `sample_groups` samples and rewards prompts, of which some are filler.
+    The fresh rows come from a permutation of the step, without the rows of the batch: neither
+    resuming a run nor the number of ranks changes which prompts are in the batch in the end.
     """
     rank, num_replaced = distributed.rank(), 0
     used = set(distributed.from_all_ranks(groups.rows[groups.real].tolist()))

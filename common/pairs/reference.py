@@ -86,10 +86,7 @@ class PairReference:
 
 
 def scores_key(examples: Sequence[Example], rows: Sequence[int], first: Tensor) -> str:
-    """Hash of all that the reference's scores depend on: tokens, rows trained on, and weights.
-
-    The scores `first` (1, 2) of the first training pair stand for the weights.
-    """
+    """Hash of tokens, rows trained on, and `first` (1, 2), the first pair's scores, for weights."""
     digest = hashlib.sha256(repr((rows, first.tolist())).encode())
     for example in examples:
         digest.update(repr((example.prompt_ids, example.completions)).encode())
@@ -99,11 +96,7 @@ def scores_key(examples: Sequence[Example], rows: Sequence[int], first: Tensor) 
 def kept_logps(
     file: Path, compute: Callable[[], dict[str, Tensor]], key: str, *, is_resumed: bool
 ) -> dict[str, Tensor]:
-    """Result of `compute`, or in a resumed run the file's if the key agrees. Collective.
-
-    Raises:
-        RuntimeError: a log-probability is not finite.
-    """
+    """Result of `compute`, which must be finite, or in a resumed run the file's. Collective."""
     from common.record import output_lock
     from common.record.jsonl import replacing
 
