@@ -9,6 +9,8 @@ from pathlib import Path
 from common.record.terminal import markdown_table
 from common.report.blocks import Block, Picture, Sample, SampleBrowser, Section, Table
 
+WIDEST_CELL = 40  # characters; a table with longer texts is not padded, no terminal is that wide
+
 
 def page(title: str, facts: Mapping[str, str], blocks: Sequence[Block], folder: Path) -> str:
     """The whole document; paths are relative to the folder in which it will be."""
@@ -28,12 +30,9 @@ def paragraphs(blocks: Sequence[Block], folder: Path, level: int = 2) -> list[st
             case str():
                 texts.append(without_html(block))
             case Table(headers, rows, caption):
-                lines = [[one_line(cell) for cell in row] for row in [headers, *rows]]
-                texts += [markdown_table(lines[0], lines[1:]), emphasised(caption)]
+                texts += [table(headers, rows), emphasised(caption)]
             case Picture(path, caption):
-                link = Path(os.path.relpath(path, folder)).as_posix().replace(" ", "%20")
-                label = one_line(caption).replace("[", "\\[").replace("]", "\\]")
-                texts.append(f"![{label}]({link})")
+                texts.append(picture(path, caption, folder))
             case SampleBrowser(samples, caption):
                 texts.append(emphasised(caption))
                 for number, sample in enumerate(samples, 1):
@@ -65,6 +64,23 @@ def emphasised(caption: str) -> str:
     return caption and f"*{one_line(caption)}*"
 
 
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, aligned where its cells are short."""
+    lines = [[one_line(cell) for cell in row] for row in [headers, *rows]]
+    if all(len(cell) <= WIDEST_CELL for line in lines for cell in line):
+        return markdown_table(lines[0], lines[1:])
+    lines.insert(1, ["---"] * len(headers))
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def picture(path: Path, text: str, folder: Path) -> str:
+    """A link to a picture."""
+    link = Path(os.path.relpath(path, folder)).as_posix().replace(" ", "%20")
+    label = one_line(text).replace("[", "\\[").replace("]", "\\]")
+    return f"![{label}]({link})"
+
+
 def completions(sample: Sample) -> list[str]:
     """A prompt in a block of code that it cannot end, and a table of its completions."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", sample.prompt)), default=0))
@@ -75,8 +91,5 @@ def completions(sample: Sample) -> list[str]:
     ]
     has_moments, has_notes = (any(row[i] for row in rows) for i in (0, 3))
     shown = (has_moments, True, True, has_notes)
-    heads = ("when", "system", "completion", "")
-    cells = [map(one_line, compress(row, shown)) for row in [heads, ("---",) * 4, *rows]]
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in cells]
-    table = "\n".join(f"| {line} |" for line in lines)
-    return [f"{fence}text\n{sample.prompt}\n{fence}", table]
+    lines = [list(compress(row, shown)) for row in [("when", "system", "completion", ""), *rows]]
+    return [f"{fence}text\n{sample.prompt}\n{fence}", table(lines[0], lines[1:])]
