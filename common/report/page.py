@@ -86,7 +86,7 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         "numeric": numeric,
         "paragraphs": lambda text: Markup(small.render(text)),
         "png": png,
-        "slug": slug,
+        "slug": lambda title: re.sub(r"\W+", "-", title.lower()).strip("-") or "section",
     }
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
     text = environment.get_template("page.html").render(
@@ -99,11 +99,6 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
     return printable(text)
-
-
-def slug(title: str) -> str:
-    """A heading as the name of its place in the page."""
-    return re.sub(r"\W+", "-", title.lower()).strip("-") or "section"
 
 
 def numeric(table: Table) -> list[bool]:

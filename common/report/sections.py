@@ -46,19 +46,16 @@ def measured(name: str, generation: Generation) -> Completion:
 
 def run_sections(runs: Mapping[str, Path]) -> list[Section]:
     """The curves of each run, and what it wrote for its fixed prompts in training."""
-    curves: dict[str, Block] = {}
-    browsers: dict[str, Block] = {}
+    curves: list[Block] = []
+    browsers: list[Block] = []
     for name, run in runs.items():
         picture = run / "plots" / "curves.png"
         if picture.is_file():
-            curves[name] = Picture(picture, "Bold on pale: the moving mean.")
+            curves.append(Section(name, [Picture(picture, "Bold on pale: the moving mean.")]))
         if rows := read_jsonl(run / SAMPLES):
-            browsers[name] = training_browser(rows)
-    return [
-        Section(title, [Section(name, [block]) for name, block in by_run.items()])
-        for title, by_run in (("Training curves", curves), ("Completions over training", browsers))
-        if by_run
-    ]
+            browsers.append(Section(name, [training_browser(rows)]))
+    titles = {"Training curves": curves, "Completions over training": browsers}
+    return [Section(title, blocks) for title, blocks in titles.items() if blocks]
 
 
 def training_browser(records: Sequence[Row]) -> SampleBrowser:
