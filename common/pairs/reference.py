@@ -15,7 +15,6 @@ from torch import Tensor
 from common import data, distributed, scoring, self_checks
 from common.data import Example
 from common.forward import Policy, sequence_scores
-from common.padding import AnyBatch
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
@@ -40,10 +39,6 @@ class PairReference:
         self.train = torch.zeros(len(train_set), 2, device=distributed.device())  # float32
         self.held_out = torch.zeros(len(eval_set), 2, dtype=torch.float64)  # on the host
         self.first: Tensor | None = None  # (1, 2) of the first training pair
-
-    def of_batch(self, batch: AnyBatch) -> Tensor:
-        """Log-probabilities (N, 2) of a micro-batch's pairs."""
-        return self.train[batch.pairs.rows]
 
     def score(self, model: "Policy | AdapterReference", *, is_resumed: bool) -> None:
         """Score all pairs with the reference's model. Collective."""
