@@ -133,10 +133,8 @@ def main(config: GRPOConfig) -> None:
         # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
         advantages = minibatches.compute_advantages(selected, before.ref_logps, config)
         step_monitor.record(selected, advantages, step)
-        # 5. One or several updates on every minibatch
-        micro_batches = minibatches.make_micro_batches(
-            selected, plans, before, advantages, config
-        )  # a list for each minibatch
+        # 5. One or several updates on every minibatch, each of a list of micro-batches
+        micro_batches = minibatches.make_micro_batches(selected, plans, before, advantages, config)
         check_first_rollout(policy, micro_batches, config, step)
         for batches, is_new in minibatches.updates(micro_batches, config, run.metrics):
             batch_losses = []  # one of each micro-batch

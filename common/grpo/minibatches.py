@@ -39,10 +39,7 @@ LOGP_ROUNDING = {"float32": 2.0**-15, "bfloat16": 2.0**-3}
 
 
 class Denominators(NamedTuple):
-    """The counts that an update's losses are divided by, float32 on the device.
-
-    They are of all ranks, whose gradients are summed.
-    """
+    """Counts over all ranks that an update's losses are divided by, float32 on the device."""
 
     num_sequences: Tensor  # completions that count
     num_tokens: Tensor  # of them; with the aggregation `prompt` (B,), those of each row's prompt

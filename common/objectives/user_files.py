@@ -85,10 +85,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def short_name(path: str, depth: int = 1) -> str:
-    """The last `depth` folders of the path of a function or model.
-
-    `run` for `run/model`, and `run step 5` for the model of that checkpoint.
-    """
+    """A path's last `depth` folders; `run` for `run/model`, `run step 5` for a checkpoint's."""
     if ".py:" in path and depth == 1:
         return path.rpartition(":")[2]
     if ":" in path:  # of a file at a greater depth, or a built-in with its argument

@@ -64,11 +64,10 @@ class Accumulator:
     def timed(self, name: str) -> Iterator[None]:
         """Add the wall time of the block to one of `PHASES`.
 
-        Times of a phase in a step are added; a block inside another counts in both. On a GPU the
-        time is the device's, between the start and the end of the block's work, and the host does
-        not wait for it.
+        A block inside another counts in both. On a GPU the time is the device's, between the start
+        and the end of the block's work, and the host does not wait for it.
         """
-        assert name in PHASES, f"{name!r} is not a phase; those of PHASES are {PHASES}"
+        assert name in PHASES, name
         if self._on_gpu:
             started = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
