@@ -115,10 +115,7 @@ def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
 
 
 def model_card(config: TrainConfig) -> str:
-    """The README.md of a model: stage, base, data, and flags that change results, not defaults.
-
-    Of absolute paths it has the last two names.
-    """
+    """The README.md of a model: stage, base, data, and flags that change results, not defaults."""
     from huggingface_hub import ModelCardData
 
     sources = (config.model_name_or_path, config.dataset_name)
@@ -126,24 +123,16 @@ def model_card(config: TrainConfig) -> str:
     header = ModelCardData(
         library_name="transformers", tags=[config.stage.lower()], base_model=base, datasets=rows
     )
-    flags = {
-        f.name: shortened(value)
-        for f in fields(config)
-        if not f.metadata["may_change"]
-        and (value := getattr(config, f.name)) != f.metadata["default"]
-    }
+    shown = [
+        f for f in fields(config) if not f.metadata["may_change"] and not f.metadata["is_path"]
+    ]
+    flags = {f.name: getattr(config, f.name) for f in shown}
+    flags = {f.name: flags[f.name] for f in shown if flags[f.name] != f.metadata["default"]}
     title, start, data = Path(config.output_dir).name, *map(short_path, sources)
     return (
         f"---\n{header.to_yaml()}\n---\n\n# {title}\n\n{config.stage} of {start} on {data}.\n\n"
         f"```yaml\n{yaml.safe_dump(flags, sort_keys=False)}```\n"
     )
-
-
-def shortened(value: Any) -> Any:
-    """A flag's value; of absolute paths the last two names."""
-    if isinstance(value, list):
-        return [shortened(item) for item in value]
-    return short_path(value) if isinstance(value, str) else value
 
 
 if __name__ == "__main__":

@@ -180,10 +180,9 @@ def reference_head(
     fsdp.reshard(reference)
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     head = Head.of(reference.lm)
-    weight, bias = (
-        None if each is None else rollout_copy.gather(each, dtype)[:num_ids].float()
-        for each in (head.weight, head.bias)
-    )
+    weight, bias = rollout_copy.gather(head.weight, dtype)[:num_ids].float(), head.bias
+    if bias is not None:
+        bias = rollout_copy.gather(bias, dtype)[:num_ids].float()
     return head._replace(weight=weight, bias=bias)
 
 

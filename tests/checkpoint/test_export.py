@@ -105,7 +105,7 @@ def test_a_card_has_what_changes_results_and_no_path_of_this_machine(tmp_path: P
     _, header, body = text.split("---\n", 2)
     expected = {"library_name": "transformers", "tags": ["sft"], "base_model": ["lab/base"]}
     assert yaml.safe_load(header) == expected
-    for line in ("\n# mine\n", "SFT of lab/base on my/rows.", "seed: 77", "dataset_name: my/rows"):
+    for line in ("\n# mine\n", "SFT of lab/base on my/rows.", "seed: 77"):
         assert line in body
     assert "learning_rate" not in body  # as by default
     assert str(tmp_path) not in text
