@@ -10,15 +10,19 @@ processes and the jobs that it had left, and starts none twice.
 """
 
 import os
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from common.errors import UserError
+from common.record.run_folder import read_metrics
 from experiments.runs.executors import FAILED, JOBS, EngineFlags, Here, Processes, failure_of
 from experiments.runs.slurm import Slurm
 from experiments.runs.stages import Stage, StageFailed, flag_texts, is_finished
@@ -37,7 +41,7 @@ def run_stages(runs: Sequence[Stage], engine: EngineFlags, study_dir: Path) -> N
         StageFailed: a run failed, when all that could be made is made.
     """
     study = Study(runs, executor_of(runs, engine, study_dir))
-    with study.executor:
+    with study.executor, study.screen():
         while study.start_next() or study.active():
             study.look()
     if study.failures:
@@ -82,6 +86,28 @@ class Study:
         self.begun = time.monotonic()
         self.started: dict[Path, float] = {}
         self.seconds: dict[str, list[float]] = defaultdict(list)  # of finished runs, by script
+        # In a terminal in which no run prints
+        self.is_live = sys.stdout.isatty() and not isinstance(executor, Here)
+
+    def screen(self) -> AbstractContextManager[Any]:
+        """The table, drawn every second; without it each change is a line."""
+        from rich.live import Live
+
+        return (
+            Live(get_renderable=self.table, refresh_per_second=1) if self.is_live else nullcontext()
+        )
+
+    def table(self) -> Any:
+        """Counts and times, and the runs that have failed or are running."""
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(box=None, show_header=False)
+        for shown in ("failed", "running"):
+            for folder in (f for f, state in self.states.items() if state == shown):
+                steps = [line["step"] for line in read_metrics(folder) if "step" in line]
+                table.add_row(str(folder), shown, f"step {steps[-1]}" if steps else "")
+        return Group(self.line(), table)
 
     def active(self) -> list[Path]:
         """The runs that the executor has."""
@@ -127,7 +153,7 @@ class Study:
         return UserError(" ".join(texts)) if refused else StageFailed("\n".join(texts))
 
     def note(self, folder: Path, state: str) -> None:
-        """Take a run's state, and print a new one with the counts."""
+        """Take a run's state, and print a new one with the counts, where no screen has them."""
         if state == self.states[folder]:
             return
         self.states[folder] = state
@@ -136,7 +162,8 @@ class Study:
         elif state == "finished" and folder in self.started:  # else it was too quick to be seen
             seconds = time.monotonic() - self.started[folder]
             self.seconds[self.runs[folder].script].append(seconds)
-        print(f"{folder}: {state} ({self.line()})", flush=True)
+        if not self.is_live:
+            print(f"{folder}: {state} ({self.line()})", flush=True)
 
     def line(self) -> str:
         """Counts and times. A run takes as long as those of its script, or as all, on average."""

@@ -5,6 +5,7 @@ was killed waits for what it has left. Jobs of Slurm are in `test_slurm.py`. Abo
 `experiments.runs.engine` and `experiments.runs.executors`.
 """
 
+import io
 import os
 import signal
 import subprocess
@@ -15,11 +16,12 @@ from pathlib import Path
 
 import pytest
 from ranks import ROOT, environment
+from rich.console import Console
 
 from common.config.parser import parse
 from common.errors import UserError
 from experiments.runs import executors, stages
-from experiments.runs.engine import run_stages
+from experiments.runs.engine import Study, run_stages
 from experiments.runs.executors import Apart, EngineFlags
 from experiments.runs.stages import Stage, StageFailed, is_finished
 
@@ -151,6 +153,22 @@ def test_each_of_several_runs_has_its_gpus_and_its_share_of_the_cores(monkeypatc
     assert many == ["0", "1", "4", "7"] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert executors.share(0, 1, 8)["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_screen_of_a_terminal_has_the_counts_and_the_runs_with_their_steps(tmp_path):
+    study = Study([Stage("train.py", tmp_path / name) for name in "abcd"], executors.Here())
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "metrics.jsonl").write_text('{"step": 30}\n{"step": 40}\n')
+    for folder, state in zip(study.runs, ("finished", "running", "failed"), strict=False):
+        study.note(folder, state)
+    text = io.StringIO()
+    Console(file=text, width=200).print(study.table())
+    first, *rest = text.getvalue().splitlines()
+    assert first == "1 of 4 finished, 1 running, 1 waiting, 1 failed, 0 min so far"
+    assert [line.split() for line in rest] == [
+        [str(tmp_path / "c"), "failed"],
+        [str(tmp_path / "b"), "running", "step", "40"],
+    ]
 
 
 @pytest.mark.parametrize("saves", [True, False])
