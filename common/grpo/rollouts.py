@@ -83,13 +83,10 @@ def reward(
     examples: Sequence[Example],
     rollouts: "Rollouts",
     config: GRPOConfig,
-    step: int,
+    step: int,  # number of finished steps of the run's `total_steps`
     total_steps: int,
 ) -> "Rewards":
-    """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective.
-
-    `step` is the number of finished steps of the run's `total_steps`.
-    """
+    """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective."""
     scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
     eos = eos_penalty(config)  # in the place of a reward

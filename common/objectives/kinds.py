@@ -220,12 +220,11 @@ class Advantages(Objective):
         rewards = groups.expand(num_functions if self.takes_each_function else 1, -1, -1)
         with checking(self):
             advantages = self(rewards, [1.0] * len(rewards))
+            of_first = self(rewards[:, :1], [1.0] * len(rewards))  # without the second group
         if not advantages.isfinite().all():
             raise self.refused("returns advantages that are not finite, as of equal rewards")
         is_global = "all_reduce" in self.functions[0].inputs
-        if not is_global and not torch.equal(
-            self(rewards[:, :1], [1.0] * len(rewards)), advantages[:1]
-        ):
+        if not is_global and not torch.equal(of_first, advantages[:1]):
             reason = "depends on other groups, of which each process has its share"
             raise self.refused(f"{reason}: sum over processes by all_reduce")
         if advantages[0].argmax() != num_generations - 1:

@@ -63,10 +63,7 @@ class RunLogger:
         self._bar = progress_bar(self.stage, total_steps, start_step)
 
     def log_training(self, step: int, metrics: Accumulator) -> None:
-        """Reduce and record what was added since the last call, with time and memory. Collective.
-
-        `update` counts the steps. `tokens_per_second` needs `tokens` among the metrics.
-        """
+        """Reduce and record what was added since the last call, time and memory too. Collective."""
         num_steps = self._step - self._logged_step
         values = metrics.reduce(max(num_steps, 1))
         values["peak_memory_gb"] = peak_memory_gb()

@@ -30,10 +30,7 @@ def format_number(value: float) -> str:
 
 
 def format_cell(value: Any) -> str:
-    """A table cell of one line: numbers shortened, line breaks shown, None as an en dash.
-
-    Control characters, which a model may generate, are replaced.
-    """
+    """One line: numbers shortened, line breaks shown, control characters replaced, None a dash."""
     if value is None:
         return NOT_MEASURED
     if isinstance(value, float):

@@ -32,7 +32,9 @@ def paragraphs(blocks: Sequence[Block], folder: Path, level: int = 2) -> list[st
             case Table(headers, rows, caption):
                 texts += [table(headers, rows), emphasised(caption)]
             case Picture(path, caption):
-                texts.append(picture(path, caption, folder))
+                link = Path(os.path.relpath(path, folder)).as_posix().replace(" ", "%20")
+                label = one_line(caption).replace("[", "\\[").replace("]", "\\]")
+                texts.append(f"![{label}]({link})")
             case SampleBrowser(samples, caption):
                 texts.append(emphasised(caption))
                 for number, sample in enumerate(samples, 1):
@@ -72,13 +74,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines.insert(1, ["---"] * len(headers))
     cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-
-def picture(path: Path, text: str, folder: Path) -> str:
-    """A link to a picture."""
-    link = Path(os.path.relpath(path, folder)).as_posix().replace(" ", "%20")
-    label = one_line(text).replace("[", "\\[").replace("]", "\\]")
-    return f"![{label}]({link})"
 
 
 def completions(sample: Sample) -> list[str]:
