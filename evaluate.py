@@ -32,14 +32,13 @@ from torch import Tensor
 
 from common import distributed, launch, scoring, self_checks
 from common.config.evaluate import EvaluateConfig
-from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs
 from common.evaluation.records import PairScores, PromptRecord
 from common.forward import Policy
 from common.model import fsdp, load
 from common.record.run_folder import save_run_files
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 if TYPE_CHECKING:
     from common.rewards.score import RewardFunctions

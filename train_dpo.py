@@ -25,12 +25,12 @@ from collections.abc import Sequence
 
 from common import data, distributed, launch, scoring, self_checks
 from common.config.dpo import DPOConfig
-from common.data import Example
 from common.evaluation import pair_scores
 from common.forward import Policy, sequence_scores
 from common.model import fsdp, load
 from common.pairs.reference import PairReference
 from common.run import Run
+from common.text.example import Example
 
 
 def main(config: DPOConfig) -> None:
@@ -103,7 +103,7 @@ def main(config: DPOConfig) -> None:
             batch = batch.to(distributed.device())
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
             logps = pairs.of(sequence_scores(policy, batch))  # (N, 2)
-            ref_logps = reference.train[pairs.rows]  # (N, 2)
+            ref_logps = reference.train[pairs.indices]  # (N, 2)
             losses = objective(logps, ref_logps, pairs.lengths, config.loss_weights)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()

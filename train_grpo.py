@@ -57,6 +57,7 @@ from common.grpo.rollouts import Groups
 from common.losses import aggregate, kl_estimate, probability_ratio
 from common.model import fsdp, load
 from common.run import Run
+from common.text.example import Example
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
@@ -179,7 +180,7 @@ def sample_and_reward(
     sampler: "Sampler",
     scorer: "RewardFunctions",
     config: GRPOConfig,
-    examples: list[data.Example],
+    examples: list[Example],
     real: Tensor,
 ) -> Groups:
     """K candidates for each of N prompts, with rewards; prompts not `real` are filler. Collective.

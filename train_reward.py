@@ -40,14 +40,13 @@ from torch import Tensor
 
 from common import data, distributed, launch, scoring, self_checks
 from common.config.reward import RewardConfig
-from common.data import Example
 from common.errors import UserError
 from common.evaluation import pair_scores
 from common.forward import RewardModel
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
 from common.run import Run
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 
 def main(config: RewardConfig) -> None:
@@ -101,7 +100,7 @@ def main(config: RewardConfig) -> None:
             batch = batch.to(distributed.device())
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
             rewards = pairs.of(model(batch))  # (N, 2): chosen, rejected
-            losses = pair_losses(rewards, margin_of_row[pairs.rows], config)  # (N,)
+            losses = pair_losses(rewards, margin_of_row[pairs.indices], config)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()
             batch_losses.append(loss.detach())

@@ -18,8 +18,7 @@ from common import distributed
 from common.config.stages import CommonConfig, RowsConfig, TrainConfig
 from common.noise import permutation
 from common.padding import MAKERS, AnyBatch, SharedPrefixBatch
-from common.text.example import Example as Example
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 order_of_epoch = functools.lru_cache(1)(permutation)
 
@@ -228,7 +227,7 @@ def collate(groups: Sequence[PromptGroup], config: CommonConfig, pad_id: int) ->
         batch.layout.largest = max(batch.layout.largest, most * width)
     slots = [s for group in groups for s in group.slots or [0] * len(group.completions)]
     rows = [group.row for group in groups for _ in group.completions]
-    return replace(batch, slots=torch.tensor(slots), rows=rows)
+    return replace(batch, slots=torch.tensor(slots), source_rows=rows)
 
 
 def micro_batches(

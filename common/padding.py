@@ -108,7 +108,7 @@ class _EitherBatch:
     completion_mask: Tensor  # (B, C) bool, True = the token counts in the loss; False if not real
     is_real: Tensor  # (B,) bool, False = a row that only keeps the ranks in step, without weight
     slots: Tensor  # (B,) int64, each completion's index in the caller's tensors; 0 if not real
-    rows: list[int]  # B rows of the data set that the prompts came from, or -1
+    source_rows: list[int]  # B rows of the file that the prompts came from, or -1
 
     @property
     def pairs(self) -> "Pairs":
@@ -137,7 +137,7 @@ class Pairs:
         return self.batch.is_real[::2]
 
     @property
-    def rows(self) -> Tensor:
+    def indices(self) -> Tensor:
         """(N,) int64, each pair's index in the training set; 0 if it is not real."""
         return self.batch.slots[::2] // 2
 
@@ -188,7 +188,7 @@ def padded_batch(
     """Put N prompts with their completions into one row per completion, on the CPU.
 
     The rows of a prompt that is not real keep their attention mask (an empty one would give NaN)
-    but count nowhere. The slots are 0, 1, ..., the rows of the data set -1, for unknown.
+    but count nowhere. The slots are 0, 1, ..., the rows of the file -1, for unknown.
     """
     completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, width)
     prompt_rows = [
@@ -351,7 +351,7 @@ def _completions(
         "completion_mask": token_mask & is_real_row[:, None],
         "is_real": is_real_row,
         "slots": torch.arange(len(ids)),
-        "rows": [-1] * len(ids),
+        "source_rows": [-1] * len(ids),
     }
     return ids, token_mask, shared
 

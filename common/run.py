@@ -204,9 +204,11 @@ def non_finite_rows(module: nn.Module, batches: Sequence[Any]) -> str:
         with torch.no_grad():
             scores = module(batch)
         scores = getattr(scores, "token_logps", scores)  # (B, C) or (B,)
-        is_finite = scores.isfinite().view(len(batch.rows), -1).all(1)  # (B,)
+        is_finite = scores.isfinite().view(len(batch.source_rows), -1).all(1)  # (B,)
         is_bad = (batch.is_real & ~is_finite).tolist()
-        bad |= {row for row, row_is_bad in zip(batch.rows, is_bad, strict=True) if row_is_bad}
+        bad |= {
+            row for row, row_is_bad in zip(batch.source_rows, is_bad, strict=True) if row_is_bad
+        }
     all_bad = distributed.from_all_ranks([(row + 1, distributed.rank()) for row in sorted(bad)])
     if not all_bad:
         return "Every score of the batch is finite: look at rewards, reference and backward pass."

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from common import data, distributed
 from common.config.stages import CommonConfig
-from common.data import Example, PromptGroup
+from common.data import PromptGroup
 from common.forward import sequence_scores
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.self_checks import sampler_equals_trainer
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 if TYPE_CHECKING:
     from common.sampling.sampler import Rollouts, Sampler

@@ -15,14 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from common import distributed
 from common.config.stages import CommonConfig, TrainConfig
-from common.data import Example
 from common.errors import UserError
 from common.forward import CompletionScores, RewardModel
 from common.losses import preference_loss
 from common.model import fsdp
 from common.model.projection import Scaling
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 # Nats per token, or of a reward, that float32 sums in another order may differ by.
 FLOAT32_ROUNDING = 1e-3

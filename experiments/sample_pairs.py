@@ -29,7 +29,6 @@ from common.advantages import (
 from common.config.engine import EngineConfig
 from common.config.flags import SMALLEST_TEMPERATURE, FrozenFlags, flag, path_flag
 from common.config.stages import RowsConfig
-from common.data import Example
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, load
@@ -40,7 +39,7 @@ from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.sampler import EngineSampler
 from common.scoring import check_sampler
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 from common.text.reading import load_splits
 
 

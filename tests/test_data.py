@@ -19,12 +19,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from common import data
 from common.config.stages import TrainConfig
-from common.data import BatchOrder, Example, prompts
+from common.data import BatchOrder, prompts
 from common.errors import UserError
 from common.text import synthetic
 from common.text.data_report import describe, refuse_lossy
+from common.text.example import Example
 from common.text.reading import load_examples, load_held_out_pairs, load_rows, load_splits
 from common.text.schemas import Row
 from common.text.tokenise import (
@@ -295,7 +295,7 @@ def test_ids_are_those_of_each_text_alone_whatever_the_chunk(tokenizer):
 
 
 def test_tables_show_a_prompt_once_however_many_pairs_it_has():
-    examples = [data.Example(i, p, [1], [[2], [3]], {}) for i, p in enumerate("aaabac")]
+    examples = [Example(i, p, [1], [[2], [3]], {}) for i, p in enumerate("aaabac")]
     assert [example.row for example in one_of_each_prompt(examples, 2)] == [0, 3]
     assert [example.row for example in one_of_each_prompt(examples, 9)] == [0, 3, 5]
     assert one_of_each_prompt(examples, 0) == []

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from common import distributed, padding, scoring, self_checks
 from common.config.stages import TrainConfig
-from common.data import Example
 from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load
 from common.padding import PaddedBatch
 from common.sampling.sampler import Sampler
+from common.text.example import Example
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -15,10 +15,10 @@ from itertools import combinations, product
 from typing import Any
 
 from common import distributed
-from common.data import Example
 from common.errors import UserError, naming
 from common.evaluation.records import PromptRecord, Verdict, system_names
 from common.noise import derive_seed, uniform
+from common.text.example import Example
 
 Judge = Callable[..., Any]
 

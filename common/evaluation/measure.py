@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from common import data, distributed, noise
 from common.config.evaluate import EvaluateConfig
 from common.config.stages import CommonConfig
-from common.data import Example
 from common.evaluation.accuracy import Floats
 from common.evaluation.records import BASELINES, Generation
 from common.forward import Policy
 from common.objectives.implicit_reward import ImplicitReward
 from common.padding import AnyBatch
 from common.scoring import score_examples
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 from common.text.overlap import rouge_l, rouge_n
 
 if TYPE_CHECKING:

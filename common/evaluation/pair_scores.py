@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from common.config.stages import TrainConfig
-from common.data import Example
 from common.losses import wins
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 if TYPE_CHECKING:
     from common.record.metrics import Accumulator

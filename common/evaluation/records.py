@@ -20,11 +20,11 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
-from common.data import Example
 from common.distributed import is_rank0
 from common.errors import UserError
 from common.evaluation.accuracy import Floats, finite_vector
 from common.record.jsonl import json_line, read_jsonl, write_atomically
+from common.text.example import Example
 
 SCORES = "scores.jsonl"
 COMPLETIONS = "completions.jsonl"

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from common import distributed, scoring
 from common.config.grpo import GRPOConfig
-from common.data import Example
 from common.evaluation import accuracy, intervals
 from common.forward import Policy
 from common.grpo.rollouts import reward
@@ -18,6 +17,7 @@ from common.model import fsdp
 from common.padding import AnyBatch
 from common.record.glossary import FUNCTION_PREFIX, with_interval
 from common.sampling.sampler import Rollouts, Sampler
+from common.text.example import Example
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference

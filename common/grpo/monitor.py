@@ -10,10 +10,10 @@ from torch import Tensor
 from common import distributed
 from common.advantages import effective_sample_size, eos_penalty
 from common.config.grpo import GRPOConfig
-from common.data import Example
 from common.grpo.rollouts import SelectedCandidates, advantage_rewards, reward
 from common.losses import masked_sum
 from common.record.metrics import Accumulator
+from common.text.example import Example
 
 if TYPE_CHECKING:
     from common.record.logger import RunLogger

@@ -24,9 +24,9 @@ from common.advantages import (
     rejection_sample,
 )
 from common.config.grpo import DISTINCT, GRPOConfig
-from common.data import Example
 from common.errors import UserError
 from common.noise import derive_seed, hash_counters, permutation
+from common.text.example import Example
 
 if TYPE_CHECKING:
     from common.rewards.score import RewardFunctions, Rewards

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from common import data, distributed, scoring, self_checks
-from common.data import Example
 from common.forward import Policy, sequence_scores
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 if TYPE_CHECKING:
     from common.config.dpo import DPOConfig

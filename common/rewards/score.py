@@ -33,7 +33,6 @@ from transformers import TrainerState
 
 from common import distributed
 from common.config.stages import CommonConfig
-from common.data import Example
 from common.errors import MAX_NAMED, UserError, gist, naming
 from common.objectives.user_files import short_names
 from common.rewards.functions import (
@@ -48,7 +47,7 @@ from common.rewards.functions import (
     text_of,
 )
 from common.sampling.sampler import Rollouts
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 if TYPE_CHECKING:
     from common.advantages import StepRewards

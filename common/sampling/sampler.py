@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from common import distributed, noise
 from common.config.stages import SamplingConfig
-from common.data import Example, row_numbers
+from common.data import row_numbers
 from common.model import rollout_copy
 from common.padding import right_pad
 from common.sampling.decode import Settings, decode
 from common.sampling.graphs import MAX_KEPT_BYTES, StepGraphs
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 Report = Callable[[int], object]  # called with a number of prompts that were completed
 

@@ -25,13 +25,13 @@ from transformers import (
 from common import data, distributed, scoring, self_checks
 from common.checkpoint import export
 from common.config.stages import SFTConfig
-from common.data import Example
 from common.errors import UserError
 from common.forward import Policy, ReferenceStates, RewardModel
 from common.grpo import minibatches
 from common.losses import sft_loss
 from common.model import checks, fsdp, load, optim, text_part
 from common.sampling.sampler import Sampler
+from common.text.example import Example
 
 RIGHT = 1e-3  # nats per token, or of a reward: rounding of float32, as the self-checks allow
 # Tokens of the longest prompt and completion; the windows of tiny models have 32

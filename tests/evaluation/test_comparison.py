@@ -28,7 +28,6 @@ from transformers import (
 import evaluate
 from common import distributed
 from common.config.evaluate import POLICY_SCORES
-from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, runs, summary
 from common.evaluation.records import BASELINES, PairScores
@@ -38,6 +37,7 @@ from common.objectives.implicit_reward import ImplicitReward
 from common.report import tables
 from common.rewards.models import RewardModelFunction
 from common.text import reading, synthetic
+from common.text.example import Example
 
 NUM_PAIRS = 30
 LENGTHS = {"max_prompt_length": 128, "max_completion_length": 64}

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common import distributed, scoring
 from common.checkpoint import export
-from common.data import Example, PromptGroup
+from common.data import PromptGroup
 from common.errors import UserError
 from common.evaluation import pair_scores, runs
 from common.forward import Policy, RewardModel
@@ -30,6 +30,7 @@ from common.rewards.models import RewardModelFunction
 from common.rewards.score import short_names
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
+from common.text.example import Example
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -22,7 +22,6 @@ import evaluate
 from common import distributed
 from common.checkpoint import export
 from common.config.parser import parse
-from common.data import Example
 from common.errors import UserError
 from common.evaluation import measure, records, summary
 from common.evaluation.intervals import mean_over_prompts
@@ -32,6 +31,7 @@ from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load
 from common.sampling.sampler import Sampler
+from common.text.example import Example
 
 STOP, PAD, LONGEST = 0, 1, 12
 LENGTHS = {"max_prompt_length": 60, "max_completion_length": LONGEST}

@@ -13,7 +13,6 @@ import tiny
 import torch
 
 from common.config.grpo import GRPOConfig
-from common.data import Example
 from common.evaluation.intervals import mean_over_prompts, share_over_prompts
 from common.forward import Policy
 from common.grpo import monitor
@@ -22,6 +21,7 @@ from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Sampler
+from common.text.example import Example
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -23,7 +23,7 @@ import evaluate
 import train_dpo
 import train_reward
 from common.config.evaluate import EvaluateConfig
-from common.data import BatchOrder, Example
+from common.data import BatchOrder
 from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.model import load
@@ -32,6 +32,7 @@ from common.pairs import reference
 from common.pairs.reference import PairReference
 from common.record.jsonl import read_jsonl
 from common.report import evaluation_report
+from common.text.example import Example
 from train_dpo import DPOConfig
 from train_reward import RewardConfig
 

@@ -17,9 +17,9 @@ from ranks import arguments, launch
 import train_reward
 from common import advantages
 from common.config.parser import parse
-from common.data import Example
 from common.errors import UserError
 from common.sampling.sampler import Rollouts
+from common.text.example import Example
 from common.text.reading import load_rows
 from experiments import sample_pairs
 

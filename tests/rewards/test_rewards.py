@@ -24,7 +24,6 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 
 from common import distributed
 from common.advantages import apply_missing_eos_penalty, penalise_steps
-from common.data import Example
 from common.distributed import tokenizer_threads
 from common.errors import FunctionError, UserError
 from common.model import load
@@ -34,6 +33,7 @@ from common.rewards.functions import is_reward_model
 from common.rewards.score import RewardFunctions, RewardLog
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
+from common.text.example import Example
 
 FILE = """
 from dataclasses import dataclass

@@ -17,12 +17,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 
 import train_reward
 from common import distributed
-from common.data import Example
 from common.evaluation import measure
 from common.record.jsonl import read_jsonl
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
+from common.text.example import Example
 from common.text.reading import load_examples
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed (Python 3.11 or later)")

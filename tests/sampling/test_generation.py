@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from common import distributed, noise
-from common.data import Example
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, shared_prefix
@@ -31,6 +30,7 @@ from common.sampling import sampler as generation
 from common.sampling import shared
 from common.sampling.decode import Settings, inverse_cdf, restrict
 from common.sampling.sampler import Rollouts, Sampler
+from common.text.example import Example
 
 pytestmark = pytest.mark.usefixtures("process_group")
 STOP = 0

@@ -30,13 +30,12 @@ from transformers import (
 from common import distributed
 from common.checkpoint.checkpointer import Checkpointer
 from common.config.stages import SFTConfig
-from common.data import Example
 from common.model import fsdp, shared_prefix
 from common.padding import PaddedBatch, left_pad, position_ids, right_pad
 from common.record.metrics import Accumulator
 from common.rewards.score import RewardFunctions
 from common.text import synthetic
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -15,12 +15,12 @@ from torch import nn
 
 from common import distributed, noise
 from common.config.engine import EngineConfig
-from common.data import Example, row_numbers
+from common.data import row_numbers
 from common.sampling.decode import Settings
 from common.sampling.sampler import Report, Rollouts, Sampler
 from common.sampling.vllm.server import Server
 from common.sampling.vllm.weights import Weights, sender
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 SEEDS = 2**62 - 1  # a mask: vLLM adds the number of the sample
 
