@@ -1,5 +1,6 @@
 """Functions of objectives by name or file, with their settings."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from common.errors import UserError, hint
+from common.objectives.user_files import load_from_file, module_of
 
+load_once = functools.cache(load_from_file)  # a run goes on if the file is moved
 TYPES = (bool, int, float, str)  # of settings
 
 
@@ -73,13 +76,11 @@ class Objective:
     @classmethod
     def function_of(cls, name: str) -> Function:
         """The function of that name, with its defaults."""
-        from common.objectives.user_files import load_from_file, module_of
-
         if name in (built_in := cls.built_in()):
             constants = vars(import_module(f"common.objectives.{cls.folder}.{name}"))
             function = constants[name]
         elif ".py" in name:
-            function = load_from_file(name, f"--{cls.flag}")
+            function = load_once(name, f"--{cls.flag}")
             constants = vars(module_of(Path(name.rpartition(":")[0]).expanduser()))
         else:
             choice = f"file.py:function, or one of {', '.join(built_in)} ({hint(name, built_in)})"

@@ -1,6 +1,5 @@
 """Functions of a user's files, `path/to/file.py:function`; short names of functions and models."""
 
-import functools
 import hashlib
 import importlib.util
 import os
@@ -15,7 +14,6 @@ from common.errors import UserError
 USER_FOLDERS: list[str] = []  # that `module_of` has added to sys.path
 
 
-@functools.cache  # a run goes on if the file is moved
 def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
     """The function of `path/to/file.py:function`; runs the file. A UserError names the flag."""
     file, _, function_name = name.rpartition(":")
