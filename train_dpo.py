@@ -103,7 +103,7 @@ def main(config: DPOConfig) -> None:
             batch = batch.to(distributed.device())
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
             logps = pairs.of(sequence_scores(policy, batch))  # (N, 2)
-            ref_logps = reference.train[pairs.indices]  # (N, 2)
+            ref_logps = reference.of_batch(batch)  # (N, 2)
             losses = objective(logps, ref_logps, pairs.lengths, config.loss_weights)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()

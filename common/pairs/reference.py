@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common import data, distributed, scoring, self_checks
 from common.forward import Policy, sequence_scores
+from common.padding import AnyBatch
 from common.text.example import Example, Vocabulary
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class PairReference:
         self.train = torch.zeros(len(train_set), 2, device=distributed.device())  # float32
         self.held_out = torch.zeros(len(eval_set), 2, dtype=torch.float64)  # on the host
         self.first: Tensor | None = None  # (1, 2) of the first training pair
+
+    def of_batch(self, batch: AnyBatch) -> Tensor:
+        """Log-probabilities (N, 2) of a micro-batch's pairs."""
+        return self.train[batch.pairs.indices]
 
     def score(self, model: "Policy | AdapterReference", *, is_resumed: bool) -> None:
         """Score all pairs with the reference's model. Collective."""
