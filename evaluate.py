@@ -59,10 +59,10 @@ def main(config: EvaluateConfig) -> None:
     policies = runs.policies_of(config)
     vocabulary = load.load_vocabulary(config, policies)  # the same for all of them
     policy_configs = read_policy_configs(policies, vocabulary, config)
-    run_rewards = {path: runs.reward_of_run(path) for path in policies}
     rewards, comparing = find_judges(policies, vocabulary, config)
     names, models = rewards.short_names, list(rewards.reward_models)
     dataset, split, pairs, prompts = load_data(config, vocabulary, rewards)
+    run_rewards = {path: runs.reward_of_run(path) for path in config.policies if pairs}
     table = PairScores(records.describe_pairs(pairs, dataset, split))
     output_dir = Path(config.output_dir)
     if distributed.is_rank0():

@@ -60,9 +60,8 @@ def numbers(values: Iterable[int]) -> Any:
 def cut_at_stop(completion_ids: Tensor, stop_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Find where completions (B, C) end: the first stop token counts, what follows it does not.
 
-    Returns:
-        completion_mask (B, C) bool, True up to and including the first stop token; has_stop (B,)
-        bool, True where the completion has one, False where it was truncated.
+    The mask (B, C), bool, is True up to and including the first stop token; has_stop (B,), bool,
+    where the completion has one and was not truncated.
 
     >>> mask, has_stop = cut_at_stop(torch.tensor([[7, 2, 9], [7, 8, 9]]), stop_ids=[2])
     >>> mask.int().tolist(), has_stop.tolist()

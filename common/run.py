@@ -59,7 +59,7 @@ class Run:
         self.has_updated = False  # in the current step
         settings: dict[str, bytes] = {}  # the exported folder's files but the weights, by name
         if distributed.is_rank0():
-            settings = export.settings_of(module.lm, vocabulary, config)
+            settings = export.settings_of(module.lm, vocabulary)
         self.checkpointer = Checkpointer(
             config, module, self.optimizer, self.metrics, moving_reference, settings
         )
@@ -81,8 +81,10 @@ class Run:
             with distributed.together():
                 yield
         except UserError as error:
-            if step:
-                error.add(f"; {self.checkpointer.save_before(step)}")
+            try:
+                error.add(f"; {self.checkpointer.save_before(step)}" if step else "")
+            except UserError as second:  # the disk is full
+                error.add(f"; {second}")
             raise
 
     def prefetched(self, step: int, make: Callable[[int], list[AnyBatch]]) -> list[AnyBatch]:
@@ -167,11 +169,7 @@ class Run:
         reward_shift = shift()
         with self.saved_on_user_error(last):
             export.save_pretrained(
-                self.module,
-                self.vocabulary,
-                self.model_folder,
-                self.config,
-                reward_shift=reward_shift,
+                self.module, self.vocabulary, self.model_folder, reward_shift=reward_shift
             )
         self.checkpointer.wait()
         try:

@@ -71,10 +71,9 @@ def score_batches(
 def distinct_completions(
     examples: Sequence[Example], config: CommonConfig
 ) -> tuple[list[PromptGroup], list[int]]:
-    """Every different completion of a prompt once, the longest first.
+    """Every different completion of a prompt once, the longest first, and of each slot the first.
 
-    In the groups completion k of row n has the slot n * K + k, n the first row with it. The second
-    is for each of the N * K slots the first slot with the same prompt and completion.
+    Completion k of row n has the slot n * K + k; equal ones of equal prompts have their first's.
     """
     num_completions = len(examples[0].completions)
     first_slots = list(range(len(examples) * num_completions))

@@ -33,6 +33,7 @@ from common.model import fsdp
 from common.record import output_lock
 from common.record.jsonl import keep_lines, num_lines
 from common.record.metrics import Accumulator
+from common.record.run_folder import REWARD
 from common.shutdown import signals
 
 
@@ -107,10 +108,12 @@ class Checkpointer:
             fsdp.reshard(self.reference)
             state["reference"] = sharded_state.whole_state(self.reference)
         rank_sums = {name: sums.tolist() for name, sums in self._sums.items()}
+        reward = getattr(self.config, REWARD, None)
         contents: State = {
             "step": step,
             "stage": type(self.config).__name__,
             "config": asdict(self.config),
+            REWARD: reward and asdict(reward),
             "world_size": distributed.world_size(),
             "lines": {},
             "sums": distributed.from_all_ranks([rank_sums]),  # by rank: addition rounds by order

@@ -7,34 +7,28 @@ Also a command that writes a checkpoint's folders `model`, and with LoRA `adapte
 
 import copy
 import sys
-from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from transformers.dynamic_module_utils import custom_object_save
 
 from common import distributed
-from common.checkpoint import hf_folder
+from common.checkpoint import hf_folder, layout
 from common.checkpoint.sharded_state import cause
 from common.config.flags import ModelFlags
-from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.model import fsdp, lora
-from common.record.run_folder import short_path
 from common.record.terminal import run_command
 from common.text.example import Vocabulary
-from common.text.sources import is_id
 
 
 def save_pretrained(
     module: Any,
     vocabulary: Vocabulary,
     folder: Path,
-    config: TrainConfig | None = None,
     *,
     reward_shift: float = 0.0,
 ) -> None:
@@ -43,7 +37,7 @@ def save_pretrained(
     Adapters are merged into its weights, and also written as peft's folder `adapter` next to it.
 
     The submodule `lm` of the sharded module is the Hugging Face model. The folder is replaced once
-    the new one is complete. `settings_of` has what the config and the vocabulary are for.
+    the new one is complete. `settings_of` has what the vocabulary is for.
     `reward_shift` is added to every score (see `fold_reward_shift`). A UserError on every rank if
     rank 0 could not write it.
     """
@@ -58,20 +52,18 @@ def save_pretrained(
             if reward_shift and not fold_reward_shift(lm, state, reward_shift):
                 # No bias to fold it into: the config keeps it, added to that of the loaded model.
                 lm.config.reward_shift = module.shift + reward_shift
-            settings = settings_of(lm, vocabulary, config)
+            settings = settings_of(lm, vocabulary)
             hf_folder.write_folders(lm, state, settings, folder)
         except Exception as error:  # of a disk, or whatever transformers refuses
             raise UserError(f"the model {folder} could not be written ({cause(error)})") from None
 
 
-def settings_of(
-    lm: Any, vocabulary: Vocabulary, config: TrainConfig | None = None
-) -> dict[str, bytes]:
+def settings_of(lm: Any, vocabulary: Vocabulary) -> dict[str, bytes]:
     """Every file of a model's folder but its weights: contents by name.
 
     Of a model with adapters also peft's `adapter_config.json`, which `write_folders` puts into the
     adapter's folder. The vocabulary's stop ids become the generation config's eos ids, so that
-    `generate` stops there. With the config of the run there is a model card.
+    `generate` stops there.
     """
     model_config = copy.deepcopy(lm.config)
     model_config.architectures = [type(lm).__name__]
@@ -91,8 +83,6 @@ def settings_of(
             settings.inference_mode = True  # as peft writes it
             settings.save_pretrained(name)
         vocabulary.tokenizer.save_pretrained(name)
-        if config is not None:
-            Path(name, "README.md").write_text(model_card(config), encoding="utf-8")
         return hf_folder.read_settings(Path(name))
 
 
@@ -114,27 +104,12 @@ def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
     return False
 
 
-def model_card(config: TrainConfig) -> str:
-    """The README.md of a model: stage, base, data, and flags that change results, not defaults."""
-    from huggingface_hub import ModelCardData
-
-    sources = (config.model_name_or_path, config.dataset_name)
-    base, rows = ([source] if is_id(source) else None for source in sources)
-    header = ModelCardData(
-        library_name="transformers", tags=[config.stage.lower()], base_model=base, datasets=rows
-    )
-    shown = [
-        f for f in fields(config) if not f.metadata["may_change"] and not f.metadata["is_path"]
-    ]
-    flags = {f.name: getattr(config, f.name) for f in shown}
-    flags = {f.name: flags[f.name] for f in shown if flags[f.name] != f.metadata["default"]}
-    title, start, data = Path(config.output_dir).name, *map(short_path, sources)
-    return (
-        f"---\n{header.to_yaml()}\n---\n\n# {title}\n\n{config.stage} of {start} on {data}.\n\n"
-        f"```yaml\n{yaml.safe_dump(flags, sort_keys=False)}```\n"
-    )
+def main() -> None:
+    """Export the checkpoint that the command line names."""
+    if len(sys.argv) != 2 or not Path(sys.argv[1], layout.MANIFEST).is_file():
+        raise UserError("give the folder of a checkpoint, as output/sft/checkpoints/step_00000500.")
+    print(hf_folder.exported(Path(sys.argv[1]), ModelFlags(sys.argv[1])))
 
 
 if __name__ == "__main__":
-    checkpoint = sys.argv[-1]
-    run_command(lambda: print(hf_folder.exported(Path(checkpoint), ModelFlags(checkpoint))))
+    run_command(main)

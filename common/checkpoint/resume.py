@@ -14,6 +14,7 @@ from common.record import output_lock
 from common.record.run_folder import ENVIRONMENT, inputs_of, read_config
 from common.shutdown import signals
 
+OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_target_modules", "model_name_or_path")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -21,14 +22,12 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that `--resume_from_checkpoint` means, None to start at step 0. Collective.
 
     It warns of a damaged one and takes the one before it. Rank 0 lists the folders for all ranks.
-
-    Raises:
-        Stopped: this run is finished already; so a list of commands can be repeated.
-        UserError: the named folder is no whole checkpoint; or all are damaged; or `auto` finds one
-            of a run with another config; or without a checkpoint, `output_dir` has a model of
-            another config or stage; or another run is writing to it.
+    Raises Stopped if this run is finished already, so that a list of commands can be repeated. A
+    UserError if the named folder is no whole checkpoint, or all are damaged; if `output_dir` has a
+    checkpoint or a model of another run; or if another run is writing to it.
     """
     wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
+    refuse_other_stage(config)
     goes_on = wanted in ("auto", "latest")
     if distributed.from_rank0(goes_on and distributed.is_rank0() and is_finished(config)):
         raise signals.Stopped(
@@ -63,6 +62,17 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     return None
 
 
+def refuse_other_stage(config: TrainConfig) -> None:
+    """Raise a UserError on rank 0 if the run would replace a model of another stage, or of none."""
+    output_dir, stage = Path(config.output_dir), type(config).__name__
+    written_by = read_config(output_dir, ENVIRONMENT).get("stage", "no run")
+    if distributed.is_rank0() and has_model(output_dir) and written_by != stage:
+        raise UserError(
+            f"--output_dir {output_dir} has a folder 'model' of {written_by}, and this run of "
+            f"{stage} would replace it; name another folder."
+        )
+
+
 def has_model(output_dir: Path) -> bool:
     """Whether `output_dir` has a finished model; an empty folder is none."""
     return (output_dir / "model").is_dir() and any((output_dir / "model").iterdir())
@@ -83,7 +93,7 @@ def changed_inputs(config: TrainConfig) -> list[str]:
     """The inputs that have changed since this run was last started."""
     now = inputs_of(config)
     before = read_config(Path(config.output_dir), ENVIRONMENT).get("inputs", now)
-    return [name for name in now if before.get(name) != now[name]]
+    return [name for name in now if before.get(name, now[name]) != now[name]]
 
 
 def warn_of_changed_inputs(config: TrainConfig) -> None:
@@ -152,9 +162,18 @@ def refuse_other_run(folder: Path, config: TrainConfig, *, any_config: bool) -> 
 
 
 def other_run(folder: Path, config: TrainConfig, *, any_config: bool = False) -> list[str]:
-    """Differences between a checkpoint's run and this one: the stage, or else the config."""
+    """Differences between a checkpoint's run and this one: the stage, or else the config.
+
+    With `any_config` only those by which the weights in it are others than this run's.
+    """
     manifest = layout.read_manifest(folder)
-    return differences(manifest["stage"], {} if any_config else manifest["config"], config)
+    saved = manifest["config"]
+    if any_config:
+        names = OF_ADAPTERS if saved.get("lora_r") or config.lora_r else ()
+        if bool(saved.get("ref_update_steps")) != bool(config.ref_update_steps):
+            names = (*names, "ref_update_steps")
+        saved = dataclasses.asdict(config) | {name: saved.get(name) for name in names}
+    return differences(manifest["stage"], saved, config)
 
 
 def differences(stage: str, saved: Mapping[str, Any], config: TrainConfig) -> list[str]:

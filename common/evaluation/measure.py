@@ -77,6 +77,7 @@ def baselines(
     return dict(zip(BASELINES, scores, strict=True))
 
 
+@distributed.together()  # one rank's rows may be unreadable
 def reward_scores(
     function: "RewardModelFunction",
     pairs: Sequence[Example],

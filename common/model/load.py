@@ -59,11 +59,13 @@ def load_vocabulary(
     return Vocabulary(tokenizer, tokenizer.pad_token_id, stop_token_ids(tokenizer, config, paths))
 
 
-def load_tokenizer(path: str, config: ModelFlags) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, config: ModelFlags, *, needs_eos: bool = True
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or folder, or of the embedded task (`synthetic`).
 
     A tokenizer without a pad token pads with its eos: harmless here, where masks are carried as
-    data. A UserError if there is none, or it has no eos token.
+    data. A UserError if there is none, or it has no eos token (where it is more than compared).
     """
     from common.model import checks
 
@@ -82,7 +84,7 @@ def load_tokenizer(path: str, config: ModelFlags) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises no subclass of it
         reason = checks.reason(error)
         raise UserError(f"no tokenizer could be loaded from {path!r}: {reason}.") from None
-    if tokenizer.eos_token_id is None:
+    if needs_eos and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -171,7 +173,7 @@ def refuse_other_tokenizer(
     has_none = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
     if path == config.tokenizer_path or path.endswith(".json") or has_none:
         return
-    vocabulary = load_tokenizer(path, config).get_vocab()
+    vocabulary = load_tokenizer(path, config, needs_eos=False).get_vocab()
     added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
     expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
     if any(vocabulary.get(token) != i for token, i in expected.items()):

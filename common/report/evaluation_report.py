@@ -14,13 +14,15 @@ from common.report.page import run_facts, write_page
 from common.report.plots import system_colours
 from common.report.tables import interval_cell
 
-NOTES = f"""\
+PAIR_NOTES = """\
 - Accuracy is the share of held-out pairs in which a system scores the chosen completion higher; a
   pair with equal scores counts one half. The column `accuracy by` says by which score: implicit
   rewards and log-probabilities are different quantities. Where prompts have several pairs, read the
   interval over prompts in the section on preference accuracy.
 - Attainable is the accuracy that no system can exceed in expectation, where the labels were drawn
   with known probabilities.
+"""
+NOTES = f"""\
 - Intervals are 95%: Wilson's for shares, the percentile bootstrap for means. They cover the draw of
   the evaluation rows, not the seed of the training run. Systems whose intervals overlap may still
   differ: they are measured on the same rows.
@@ -107,7 +109,7 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
         f"{held_out(results).capitalize()}.",
         systems_table(results),
         *map(Picture, pictures),
-        NOTES,
+        (PAIR_NOTES if results.num_pairs else "") + NOTES,
     ]
     blocks = [Section("Systems", systems)]
     if comparison := results.comparison:

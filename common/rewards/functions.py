@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from decimal import Decimal
 from functools import cache, partial
 from numbers import Real
@@ -227,13 +227,12 @@ def call_once(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     values = function(**{k: v for k, v in arguments.items() if takes_all or k in parameters})
     values = event_loop().run_until_complete(values) if inspect.iscoroutine(values) else values
-    values = list(values)
-    if len(values) != num_rows:
+    if isinstance(values, Mapping | Set | str) or len(values) != num_rows:
         raise UserError(
-            f"{title} returned {len(values)} {noun} for {num_rows} rows; it must return a list "
-            "with one for each."
+            f"{title} returned {len(values)} {noun} in a {type(values).__name__} for {num_rows} "
+            "rows; it must return a list with one for each."
         )
-    return values
+    return list(values)
 
 
 def as_number(value: Any) -> float | None:

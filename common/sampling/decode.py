@@ -191,12 +191,9 @@ def decode(
     """Sample one batch: prefill the prompts once, then one token per forward for the live rows.
 
     The `uniforms` of `draw_token`, (N*K, C, 2) in (0, 1), prompt-major, say how many samples of
-    each of N prompts are drawn, and of how many tokens at most.
-
-    Returns:
-        Of B = N*K completions on the host ids (B, C) and a mask (B, C), True up to and including
-        the first stop token; their log-probabilities (B, C) in nats, 0 behind; has_stop (B,). A
-        RuntimeError if scores are nan.
+    each of N prompts are drawn, and of how many tokens at most. Returns, of B = N*K completions on
+    the host, ids (B, C) and a mask (B, C), True up to and including the first stop token; their
+    log-probabilities (B, C) in nats, 0 behind; has_stop (B,). A RuntimeError if scores are nan.
     """
     device = lm.get_input_embeddings().weight.device
     num_rows, max_length = uniforms.shape[:2]

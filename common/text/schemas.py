@@ -202,7 +202,7 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
         prompt = [*prompt, *shared]
     elif "prompt" not in row and _blank_column(row, names):
         return {**row, "prompt": None}
-    elif is_text_pair and row.keys().isdisjoint(("prompt", *QUESTIONS)):
+    elif is_text_pair and "prompt" not in row and all(is_blank(row.get(q)) for q in QUESTIONS):
         shared = os.path.commonprefix(values) if values[0] != values[1] else ""
         whole_words = re.match(r".*\s", shared, re.DOTALL)
         prompt = shared = re.sub(r"(?<=\S) \Z", "", whole_words[0] if whole_words else "")

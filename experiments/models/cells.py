@@ -244,7 +244,7 @@ def exported(subject: Subject, **flags: Any) -> float:
     with torch.no_grad():
         token_logps = policy(subject.batch).token_logps
     assert subject.gap(token_logps, subject.expected) > RIGHT, "the steps changed nothing"
-    export.save_pretrained(policy, subject.vocabulary, folder, config)
+    export.save_pretrained(policy, subject.vocabulary, folder)
     distributed.barrier()
     return subject.gap(token_logps, logps_of(subject.plain(folder), subject.pairs))
 

@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import distributed
 from common.checkpoint import export, hf_folder, layout
 from common.checkpoint.checkpointer import Checkpointer
 from common.config.grpo import GRPOConfig
-from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, optim
@@ -97,17 +95,3 @@ def test_what_is_no_checkpoint_or_damaged_is_refused(run: Path) -> None:
     reason = "settings/config.json does not have its checksum"
     with pytest.raises(UserError, match=f"{newest} cannot be read: {reason}"):
         hf_folder.with_folders(tiny.train_config(model_name_or_path=str(newest)))
-
-
-def test_a_card_has_what_changes_results_and_no_path_of_this_machine(tmp_path: Path) -> None:
-    flags = {"output_dir": str(tmp_path / "mine"), "model_name_or_path": "lab/base", "seed": 77}
-    text = export.model_card(SFTConfig(**flags, dataset_name=f"{tmp_path}/my/rows"))
-    _, header, body = text.split("---\n", 2)
-    expected = {"library_name": "transformers", "tags": ["sft"], "base_model": ["lab/base"]}
-    assert yaml.safe_load(header) == expected
-    for line in ("\n# mine\n", "SFT of lab/base on my/rows.", "seed: 77"):
-        assert line in body
-    assert "learning_rate" not in body  # as by default
-    assert str(tmp_path) not in text
-    flags["model_name_or_path"] = str(tmp_path)
-    assert "base_model:" not in export.model_card(SFTConfig(**flags, dataset_name="synthetic"))

@@ -95,11 +95,13 @@ class EngineSampler(Sampler):
                 for (_, first), choices in zip(requests, pool.map(ask, requests), strict=True):
                     drawn += choices * (num_samples // num_distinct)
                     report(int(first == 0))
+                ids = [choice["token_ids"] for choice in drawn]
+                logps = [[one["logprob"] for one in c["logprobs"]["content"]] for c in drawn]
+                stops = [completion[-1] in self.vocabulary.stop_ids for completion in ids]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self.server.error(f"answers with what is no completion: {error!r}") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        ids = [choice["token_ids"] for choice in drawn]
-        logps = [[token["logprob"] for token in one["logprobs"]["content"]] for one in drawn]
-        stops = [completion[-1] in self.vocabulary.stop_ids for completion in ids]
         return Rollouts.of(ids, logps, stops, self.config.max_completion_length)
 
     def update_weights(self) -> None:

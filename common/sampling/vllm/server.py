@@ -66,10 +66,13 @@ class Server:
             self.call("/start_weight_update")
 
     def check(self, config: EngineConfig) -> None:
-        """Raise an EngineError if the server gives other log-probabilities."""
+        """Raise an EngineError if it gives other log-probabilities, or cuts completions."""
         mode = self.setting("model_config.logprobs_mode")
         if mode != logprobs_mode(config):
             raise self.error(f"has --logprobs-mode {mode}; it must be {logprobs_mode(config)}")
+        longest = config.max_prompt_length + config.max_completion_length
+        if (length := self.setting("model_config.max_model_len")) < longest:
+            raise self.error(f"has --max-model-len {length}; it must be {longest}")
 
 
 def logprobs_mode(config: EngineConfig) -> str:
