@@ -40,7 +40,7 @@ class HeldOut:
     config: GRPOConfig
 
     def __post_init__(self) -> None:
-        """Score the pairs with the reference that the run starts from, before it moves. Collective."""
+        """Score the pairs with the reference that the run starts from. Collective."""
         self.ref_logps: Tensor | None = None  # (pairs, 2)
         if self.pairs and self.reference is not None:
             self.ref_logps = scoring.score_examples(

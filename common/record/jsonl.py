@@ -49,7 +49,7 @@ def keep_lines(path: Path, number: int) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path in the same folder, made if missing, that replaces `path` once written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield unfinished
         with unfinished.open("rb") as file:

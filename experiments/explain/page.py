@@ -29,7 +29,8 @@ def code_line(function: str, code: str = "") -> dict[str, str]:
     target = inspect.unwrap(resolve_name(function))
     code = code or f"def {target.__name__}("
     file = Path(target.__code__.co_filename).resolve().relative_to(ROOT).as_posix()
-    text = next(line for line in inspect.getsourcelines(target)[0] if code in line)
+    text = next((line for line in inspect.getsourcelines(target)[0] if code in line), "")
+    assert text, f"{function} has no line with {code!r}"
     return {"function": function, "code": code, "file": file, "text": text.strip()}
 
 

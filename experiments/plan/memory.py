@@ -306,9 +306,9 @@ def kept_by_graphs(run: Run) -> Columns:
 def saved_bytes(run: Run) -> float:
     """The copy of its state that a rank writes from, while training goes on.
 
-    The state (`state.trained_state`) is float32 shards of what is trained, of both its moments, and
-    of a reference that is updated.
-    Without `async_save` there is no copy, but a tensor at a time, which is not counted.
+    The state (`sharded_state.trained_state`) is float32 shards of what is trained, of both its
+    moments, and of a reference that is updated. Without `async_save` there is no copy, but a
+    tensor at a time, which is not counted.
     """
     if not (run.config.save_steps and run.config.async_save):
         return 0.0

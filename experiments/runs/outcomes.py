@@ -66,7 +66,8 @@ def about(name: str) -> Outcome:
 def systems_by_run(*evaluations: Path) -> dict[str, dict[str, Any]]:
     """The systems of evaluate.py's results, by the folder of the run whose `model` it judged."""
     files = [folder / "results.json" for folder in evaluations]
-    every = [system for file in files for system in json.loads(file.read_text())["systems"]]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    every = [system for text in texts for system in json.loads(text)["systems"]]
     return {str(Path(system["path"]).parent): system for system in every}
 
 
@@ -222,7 +223,8 @@ def write_results(
     environments = (read_config(run_dir, ENVIRONMENT) for run_dir in run_dirs)
     commits = sorted({str(values["git_commit"]) for values in environments if values})
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"git_commits": commits, **record}, indent=1) + "\n")
+    text = json.dumps({"git_commits": commits, **record}, indent=1, allow_nan=False) + "\n"
+    file.write_text(text, encoding="utf-8")
     short = ", ".join(commit[:16] for commit in commits) or "none"
     write_page(file.parent, title, blocks, {**facts, "commits of the runs": short})
     for block in blocks:

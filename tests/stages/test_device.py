@@ -106,7 +106,7 @@ MICRO_BATCHES = {
     "dpo lora": MicroBatch(85, 167, 0, 0),
     "grpo": MicroBatch(57, 176, 0, 0),
     "grpo exact": MicroBatch(57, 183, 0, 0),
-    "grpo lora": MicroBatch(85, 170, 0, 0),
+    "grpo lora": MicroBatch(85, 177, 0, 0),
     "grpo bf16": MicroBatch(46, 187, 0, 0),
     "grpo padded": MicroBatch(41, 166, 4, 0),
 }

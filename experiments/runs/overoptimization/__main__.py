@@ -20,24 +20,27 @@ How this differs from the paper:
 3. Rewards are not scaled; the paper scales reward models to unit variance. In the picture of the
    curves the unit of each judge is the standard deviation of the SFT policy's samples.
 
-The data is any with prompts and pairs. Every run is a stage script, `evaluate.py` measures, and
-nothing is done twice. Three seeds of the demo take about half an hour of one core.
+The data is any with prompts and pairs. Every run is a stage script, `evaluate.py` measures, and no
+run is made twice; the policies of a seed are one evaluation. A seed with a run that failed holds
+back no other. Three seeds of the demo take about half an hour of one core.
 Writes `results.json`, `report.html`, `report.md` and `plots/` to output_dir.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import chain
 from pathlib import Path
 
 from common.config.parser import parse
+from common.errors import UserError
 from common.record import run_folder
 from experiments.runs.engine import run_stages
+from experiments.runs.executors import EngineFlags
 from experiments.runs.outcomes import write_results
 from experiments.runs.overoptimization.config import OveroptimizationConfig
 from experiments.runs.overoptimization.report import report_blocks
 from experiments.runs.overoptimization.runs import Chain
 from experiments.runs.overoptimization.summary import summarise
-from experiments.runs.stages import check_flags, exit_with_status
+from experiments.runs.stages import StageFailed, check_flags, exit_with_status, is_finished
 
 
 def main(config: OveroptimizationConfig) -> None:
@@ -46,13 +49,22 @@ def main(config: OveroptimizationConfig) -> None:
     run_folder.save_run_files(output_dir, config, config.num_processes)
     chains = [Chain(config, seed) for seed in config.seeds]
     run_dirs: list[Path] = []
-    for of_seeds in zip(*(each.phases() for each in chains), strict=True):
-        stages = list(chain.from_iterable(of_seeds))
+    failures: list[Exception] = []
+    left = [each.phases() for each in chains]  # of seeds without a failure
+    while phases := [(rest, phase) for rest in left if (phase := next(rest, None)) is not None]:
+        stages = list(chain.from_iterable(phase for _, phase in phases))
         check_flags(stages)
-        run_stages(stages, config, output_dir)
+        try:
+            run_stages(stages, config, output_dir)
+        except (UserError, StageFailed) as error:
+            failures.append(error)
         run_dirs += [stage.output_dir for stage in stages]
+        left = [rest for rest, phase in phases if all(map(is_finished, phase))]
+    if failures:
+        raise type(failures[0])("\n".join(map(str, failures)))
+    engine = {f.name for f in fields(EngineFlags)}  # changes no result
     results = {
-        "settings": asdict(config),
+        "settings": {k: v for k, v in asdict(config).items() if k not in engine},
         **summarise([each.points() for each in chains], config.best_of),
     }
     facts = {"data set": config.dataset_name, "gold": config.gold}

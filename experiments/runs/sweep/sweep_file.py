@@ -127,9 +127,14 @@ class Sweep:
 
 
 def filled_in(flags: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, Any]:
-    """The flags with every `{stage}` replaced by that stage's folder."""
+    """The flags with a `{stage}` at a value's beginning replaced by that stage's folder."""
     by_placeholder = {f"{{{name}}}": folder for name, folder in folders.items()}
-    return {name: moved(value, by_placeholder) for name, value in flags.items()}
+    filled = {name: moved(value, by_placeholder) for name, value in flags.items()}
+    for value in filled.values():
+        for text in value if isinstance(value, list) else [value]:
+            if re.match(r"\{[A-Za-z]\w*\}", str(text)):
+                raise UserError(f"{text} in the flags must begin with one of {[*by_placeholder]}.")
+    return filled
 
 
 # ---- reading -------------------------------------------------------------------------------------
