@@ -5,7 +5,6 @@ alone can be exported, and the result equals the run's exported model to the bit
 their base.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from common.checkpoint import layout
 from common.config.flags import ModelFlags, values_of
 from common.errors import UserError, gist
 from common.model import checks, load, lora
-from common.record.run_folder import CONFIG, ENVIRONMENT, REWARD
+from common.record.run_folder import CONFIG
 
 Config = TypeVar("Config", bound=ModelFlags)
 NOT_MODELS = ("output_dir", "resume_from_checkpoint")  # paths of other things
@@ -112,11 +111,8 @@ def export(checkpoint: Path, config: ModelFlags) -> None:
         of_base = replace(config, model_name_or_path=base, model_revision=revision or "main")
         state = read_base(base, folder, of_base, is_classifier=is_classifier) | state
     write_folders(lm, state, read_settings(folder), checkpoint / "model")
-    manifest = layout.read_manifest(checkpoint)
-    flags = yaml.safe_dump(manifest["config"], sort_keys=False)
+    flags = yaml.safe_dump(layout.read_manifest(checkpoint)["config"], sort_keys=False)
     (checkpoint / CONFIG).write_text(flags, encoding="utf-8")
-    about = json.dumps({REWARD: manifest.get(REWARD)})  # by which evaluate.py judges pairs
-    (checkpoint / ENVIRONMENT).write_text(about, encoding="utf-8")
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:

@@ -227,12 +227,13 @@ def call_once(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     values = function(**{k: v for k, v in arguments.items() if takes_all or k in parameters})
     values = event_loop().run_until_complete(values) if inspect.iscoroutine(values) else values
-    if isinstance(values, Mapping | Set | str) or len(values) != num_rows:
+    listed = list(values)
+    if isinstance(values, Mapping | Set | str) or len(listed) != num_rows:
         raise UserError(
-            f"{title} returned {len(values)} {noun} in a {type(values).__name__} for {num_rows} "
-            "rows; it must return a list with one for each."
+            f"{title} returned {len(listed)} {noun} for {num_rows} rows; it must return a list "
+            "with one for each."
         )
-    return list(values)
+    return listed
 
 
 def as_number(value: Any) -> float | None:

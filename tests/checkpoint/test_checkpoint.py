@@ -207,6 +207,9 @@ def test_auto_refuses_another_config_and_names_the_fields(saved: Path) -> None:
         find(saved, seed=5, learning_rate=2e-5)
     assert "seed was 0 and is 5; learning_rate was 1e-05 and is 2e-05" in str(caught.value)
     assert find(saved, "latest", seed=5) is not None
+    for wanted in ("latest", str(layout.folder_of(saved, 3))):  # its weights have other names
+        with pytest.raises(UserError, match="of another run: lora_r was 0 and is 4;"):
+            find(saved, wanted, lora_r=4)
 
 
 @pytest.mark.parametrize(
@@ -262,11 +265,12 @@ def test_a_model_of_another_stage_is_not_replaced(saved: Path) -> None:
     assert find(saved) is not None  # as on a disk that a link leads to: nothing is lost
     (saved / "model" / "config.json").touch()
     shutil.rmtree(saved / "checkpoints")
-    with pytest.raises(UserError, match="the stage was no run and is SFTConfig"):
+    with pytest.raises(UserError, match="a folder 'model' of no run, and this run of SFTConfig"):
         find(saved)
     (saved / "environment.json").write_text('{"stage": "DPOConfig", "finished": true}')
-    with pytest.raises(UserError, match="the stage was DPOConfig and is SFTConfig"):
-        find(saved)
+    for wanted in ("auto", "none"):
+        with pytest.raises(UserError, match="'model' of DPOConfig, and this run of SFTConfig wou"):
+            find(saved, wanted)
 
 
 def test_a_finished_model_without_checkpoints_is_not_replaced_by_another_run(tmp_path):

@@ -23,6 +23,7 @@ import train_sft
 from common import distributed
 from common.checkpoint import hf_folder, layout, resume
 from common.errors import UserError
+from common.evaluation import runs
 from common.forward import Policy
 from common.model import fsdp, load, optim
 from common.record import run_folder as folder_module
@@ -148,6 +149,7 @@ def test_an_exported_checkpoint_is_the_run_s_own_model(folder, num_ranks, task, 
     subprocess.run(command, cwd=ROOT, check=True)
     assert hf_folder.read_settings(moved / "model") == hf_folder.read_settings(run / "model")
     assert folder_module.read_config(moved) == folder_module.read_config(run)
+    assert runs.reward_of_run(str(moved / "model")) == runs.reward_of_run(str(run / "model"))
 
 
 @pytest.mark.parametrize(("saved_on", "num_ranks", "task"), [(1, 1, "sft"), *MOVES])

@@ -250,6 +250,12 @@ def test_a_faulty_return_value_is_named(values, words):
         call({"good": constant(0, 0), "bad": constant(*values)}, [1, 1])
 
 
+@pytest.mark.parametrize("values", [{0: 1.0, 1: 2.0}, {1.0, 2.0}, "12"])
+def test_values_in_no_order_of_rows_are_refused(values):
+    with pytest.raises(UserError, match="'bad' returned 2 rewards for 2 rows; it must return a li"):
+        call({"bad": lambda **_: values}, [1])
+
+
 def test_the_row_number_is_that_of_the_batch_also_for_a_part_of_it():
     columns = {"reward_funcs": ["a", "b", "b"]}
     with pytest.raises(UserError, match="'b' returned nan for row 2"):

@@ -162,6 +162,7 @@ def setting(**changes: Any) -> Any:
             setting(parallel_config={"worker_extension_cls": ""}, weight_transfer_config=None),
             "from a CPU the server needs --worker-extension-cls common.sampling.vllm.worker",
         ),
+        ("/server_info", setting(model_config={"max_model_len": 35}), "len 35; it must be 36"),
         ("/reset_prefix_cache", lambda usual: {"success": False}, "does not forget"),
     ],
 )

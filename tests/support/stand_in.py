@@ -12,7 +12,7 @@ from common.sampling.vllm.weights import EXTENSION
 from common.sampling.vllm.worker import unpacked
 
 VLLM_CONFIG = {
-    "model_config": {"logprobs_mode": "processed_logprobs"},
+    "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 1024},
     "parallel_config": {"worker_extension_cls": EXTENSION},
     "weight_transfer_config": {"backend": "ipc"},
 }

@@ -98,7 +98,7 @@ class EngineSampler(Sampler):
                 ids = [choice["token_ids"] for choice in drawn]
                 logps = [[one["logprob"] for one in c["logprobs"]["content"]] for c in drawn]
                 stops = [completion[-1] in self.vocabulary.stop_ids for completion in ids]
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError) as error:
             raise self.server.error(f"answers with what is no completion: {error!r}") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -14,7 +14,7 @@ points made by the paper's formulas. Of a drop: curves without one. About
 import json
 import math
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +102,16 @@ def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(tmp_pa
 
 
 def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(tmp_path):
-    chain = Chain(settings(output_dir=str(tmp_path), rejection_sizes=[1, 3, 4]), 0)
-    save_completions(chain.folder / "candidates", [[1.0, 3.0, 2.0, 9.0], [5.0, 5.0, 0.0, -1.0]])
-    chain.write_rows()
+    of_seed = Chain(settings(output_dir=str(tmp_path), rejection_sizes=[1, 3, 4]), 0)
+    save_completions(of_seed.folder / "candidates", [[1.0, 3.0, 2.0, 9.0], [5.0, 5.0, 0.0, -1.0]])
+    of_seed.write_rows()
     best = {1: [" text 0 0", " text 1 0"], 3: [" text 0 1", " text 1 0"]}
     best[4] = [" text 0 3", " text 1 0"]
     for size, texts in best.items():
-        rows = read_jsonl(chain.folder / f"best_of_{size}.jsonl")
+        rows = read_jsonl(of_seed.folder / f"best_of_{size}.jsonl")
         assert [row["completion"] for row in rows] == texts
         assert [row["prompt"] for row in rows] == ["prompt 0", "prompt 1"]
-    pairs = [(row["chosen"], row["rejected"]) for row in read_jsonl(chain.folder / "pairs.jsonl")]
+    pairs = [(row["chosen"], row["rejected"]) for row in read_jsonl(of_seed.folder / "pairs.jsonl")]
     places = [("0 1", "0 0"), ("0 3", "0 2"), ("1 2", "1 3")]
     assert pairs == [(f" text {chosen}", f" text {rejected}") for chosen, rejected in places]
 
@@ -119,8 +119,11 @@ def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(t
 def test_runs_compute_in_bfloat16_where_the_experiment_does(tmp_path):
     models = {"output_dir": str(tmp_path), "model_name_or_path": "policy", "proxy": "reward"}
     for bf16 in (False, True):
-        chain = Chain(settings(**models, bf16=bf16), 3)
-        runs = [chain.stage("dpo", "dpo", "dpo.yaml"), chain.evaluation("pool", [chain.sft], 4)]
+        of_seed = Chain(settings(**models, bf16=bf16), 3)
+        runs = [
+            of_seed.stage("dpo", "dpo", "dpo.yaml"),
+            of_seed.evaluation("pool", [of_seed.sft], 4),
+        ]
         assert [run.flags.get("bf16", False) for run in runs] == [bf16, bf16]
 
 
@@ -198,9 +201,12 @@ def test_the_recipes_parse_with_nothing_ignored():
 @pytest.mark.usefixtures("few_resamples")
 def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkeypatch, capsys):
     started: list[str] = []
+    fails = "out/seed_3/proxy"
 
     def run(stage: stages.Stage) -> None:
         started.append(str(stage.output_dir))
+        if str(stage.output_dir) == fails:
+            raise stages.StageFailed("the disk is full")
         run_here(stage)
 
     monkeypatch.setattr(stages, "run", run)
@@ -229,7 +235,16 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
         max_dropped_fraction=0.5,
         num_samples=2,
     )
+    phases = (["proxy", "pool", "candidates"], ["rejection_2", "dpo_0.1", "grpo"], ["policies"])
+    of_seed = {n: [f"out/seed_{n}/{name}" for name in chain.from_iterable(phases)] for n in (3, 4)}
+    # A seed that fails holds back no other.
+    with pytest.raises(stages.StageFailed, match="the disk is full"):
+        overoptimization.main(config)
+    assert started == [fails, *of_seed[4]]
+    started.clear()
+    fails = ""
     overoptimization.main(config)
+    assert started == of_seed[3]
     train_rows = read_jsonl(folder / "rows" / "train.jsonl")
     pairs = [read_jsonl(folder / f"out/seed_{seed}/proxy_pairs.jsonl") for seed in (3, 4)]
     assert all(
@@ -237,10 +252,6 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
         for chosen_rows in pairs
     )
     assert pairs[0] != pairs[1]
-    phases = (["proxy", "pool", "candidates"], ["rejection_2", "dpo_0.1", "grpo"], ["policies"])
-    assert started == [
-        f"out/seed_{seed}/{name}" for names in phases for seed in (3, 4) for name in names
-    ]
     results = json.loads((folder / "out" / "results.json").read_text())
     settings = {(p["method"], p["setting"]) for p in results["points"] if p["seed"] == 4}
     grpo = {("grpo", 1), ("grpo", 2)}

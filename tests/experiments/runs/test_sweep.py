@@ -220,6 +220,9 @@ def test_a_file_that_cannot_be_is_refused(tmp_path):
     assert "'ppo'; it must be one of reward" in message(lambda c: first(c).update(stage="ppo"))
     assert "each must be there once" in message(lambda c: c["variants"].append(first(c)))
     assert "seeds [0, 0]; each must be there" in message(lambda c: c.update(seeds=[0, 0]))
+    other = {"model_name_or_path": "{sfft}/model"}
+    text = message(lambda c: c["base"]["grpo"].update(flags=other))
+    assert "{sfft}/model in the flags must begin with one of ['{sft}', " in text
     assert "judge 'ppo'" in message(lambda c: c["evaluation"].update(judge="ppo"))
 
 
