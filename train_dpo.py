@@ -4,9 +4,9 @@
     loss = - (1 - e) log sigma(beta D) - e log sigma(-beta D)    (Rafailov et al. 2023, eq. 7)
 
 with log-probabilities summed over the completion, stop token included, and label smoothing e
-("conservative DPO"; 0 is the paper's loss). The reference is the starting policy, frozen. Further
-losses are chosen by `loss_type`, one or a weighted sum of several: each is a file of
-`common/objectives/preference`, or yours.
+("conservative DPO"; 0 is the paper's loss). The reference is the starting policy, frozen, unless a
+flag names another or none. Further losses are chosen by `loss_type`, one or a weighted sum of
+several: each is a file of `common/objectives/preference`, or yours.
 
 Pairs that the policy itself samples, as RSO's (Liu et al. 2023), are made before by
 `experiments.sample_pairs`; its folder is then the `dataset_name`.
@@ -16,8 +16,9 @@ How this differs from the papers:
 
 Launch: as `train_sft.py`, with `--model_name_or_path` the SFT stage's `model` folder, for example
     torchrun --standalone --nproc_per_node 2 train_dpo.py --config assets/recipes/demo/dpo.yaml
-Expect the `sigmoid` loss to start at ln 2 = 0.693 exactly (a self-check) and `reward_margin` to
-grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their difference is trained.
+Expect the `sigmoid` loss to start at ln 2 = 0.693 exactly (a self-check, where the reference is the
+starting policy) and `reward_margin` to grow. That both `chosen_logp` and `rejected_logp` fall is
+usual: this loss trains only their difference.
 """
 
 import gc
@@ -96,7 +97,7 @@ def main(config: DPOConfig) -> None:
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )
-        # Of all ranks, whose gradients are summed
+        # Of all ranks: FSDP sums their gradients here, where it usually takes the mean
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
         batch_losses = []  # one of each micro-batch
         for batch in run.micro_batches(batches):

@@ -14,7 +14,7 @@ order of the loop, all of `common/grpo`:
 
     Groups              the N prompts of this rank, K candidates of each, rewards     rollouts
     SelectedCandidates  G of each K, and which of them the loss counts                rollouts
-    UpdatePlan          the completions of one optimiser step, in batches by length   minibatches
+    UpdatePlan          the completions of one minibatch, in batches by length        minibatches
     OldLogps            log-probabilities under the reference and the old policy      minibatches
     MicroBatch          the completions of one forward pass, with all their tensors   minibatches
 

@@ -93,7 +93,7 @@ def main(config: RewardConfig) -> None:
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )
-        # Of all ranks, whose gradients are summed
+        # Of all ranks: FSDP sums their gradients here, where it usually takes the mean
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
         batch_losses = []  # one of each micro-batch
         for batch in run.micro_batches(batches):

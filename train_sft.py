@@ -71,7 +71,7 @@ def main(config: SFTConfig) -> None:
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )
-        # Of all ranks, whose gradients are summed
+        # Of all ranks: FSDP sums their gradients here, where it usually takes the mean
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
         batch_losses = []  # one of each micro-batch
         for batch in run.micro_batches(batches):

@@ -93,7 +93,7 @@ class PromptGroup:
     completions: list[list[int]]  # K lists of ids
     slots: list[int]  # K indices of the completions in the caller's tensors; empty in a filler
     weight: int = 1  # rows that it counts as in `micro_batch_size`
-    row: int = -1  # the prompt's row in the data set; -1 if unknown
+    row: int = -1  # index of the prompt's row of those read; -1 if unknown
 
 
 def cut_group(
@@ -232,21 +232,21 @@ def collate(groups: Sequence[PromptGroup], config: CommonConfig, pad_id: int) ->
 
 def micro_batches(
     examples: Sequence[Example],
-    rows: Sequence[int | None],
+    indices: Sequence[int | None],
     config: CommonConfig,
     vocabulary: Vocabulary,
 ) -> list[AnyBatch]:
-    """This rank's rows of a step, packed by length; as many batches on every rank. Collective.
+    """This rank's examples of a step, packed by length; as many batches on every rank. Collective.
 
-    The completions of a row stay together; completion k of row n has the slot n * K + k. A row
-    that is None counts nowhere.
+    The completions of an example stay together; completion k of example n has the slot n * K + k.
+    An index that is None counts nowhere.
     """
     num_completions = len(examples[0].completions)
     assert num_completions > 0, "prompts without completions have no loss"
     groups = []
-    for row in rows:
-        if row is not None:
-            example, first = examples[row], row * num_completions
+    for n in indices:
+        if n is not None:
+            example, first = examples[n], n * num_completions
             slots = list(range(first, first + num_completions))
             groups.append(
                 PromptGroup(example.prompt_ids, example.completions, slots, row=example.row)

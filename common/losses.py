@@ -4,7 +4,7 @@ Losses are to be minimised. Log-probabilities are in nats and float32 or better;
 is raised to float32 here. An argument means the same in every function:
 
     token_logps         (B, C)   log pi of each completion token, given what precedes it
-    old_token_logps     (B, C)   the same of the policy that sampled; gets no gradient
+    old_token_logps     (B, C)   the same of the policy before the updates; gets no gradient
     ref_token_logps     (B, C)   the same of the frozen reference
     completion_mask     (B, C)   bool, True = the token counts; the stop token does
     advantages          (B, C)   or (B,) for one per completion

@@ -107,7 +107,7 @@ class _EitherBatch:
     completion_mask: Tensor  # (B, C) bool, True = the token counts in the loss; False if not real
     is_real: Tensor  # (B,) bool, False = a row that only keeps the ranks in step, without weight
     slots: Tensor  # (B,) int64, each completion's index in the caller's tensors; 0 if not real
-    source_rows: list[int]  # B rows of the file that the prompts came from, or -1
+    source_rows: list[int]  # B indices of the rows read that the prompts came from, or -1
 
     @property
     def pairs(self) -> "Pairs":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DPOConfig(FrozenFlags, SampleTableFlags, CompletionFlags, TrainConfig, SamplingConfig):
-    """Rows have the columns `prompt`, `chosen` and `rejected`."""
+    """Rows have the columns `chosen` and `rejected`, and `prompt` unless both share theirs."""
 
     stage: ClassVar = "DPO"
 

@@ -115,7 +115,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     kl_estimator: str = flag(
         "k3",
         "of the KL at each token; full: exact, over the vocabulary; k1_ratio, k3_ratio: times the "
-        "probability ratio, the gradient is then that of the KL; k1_reward: leaves the reward",
+        "probability ratio, the gradient is then that of the KL; k1_reward: taken from the reward",
         ["k2", "k3", "full", "k1_ratio", "k3_ratio", "k1_reward"],
     )
     ref_model_name_or_path: str = path_flag("", "frozen reference (empty: model_name_or_path)")
@@ -180,7 +180,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
 
     @property
     def num_updates(self) -> int:
-        """Optimiser steps per rollout."""
+        """Optimiser steps per rollout, unless a minibatch has no completions."""
         return self.num_iterations * self.num_minibatches
 
     @property
@@ -204,7 +204,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
 
     @property
     def has_kl_in_reward(self) -> bool:
-        """Whether the KL leaves the reward, and is not in the loss."""
+        """Whether the KL is subtracted from the reward, and is not in the loss."""
         return self.beta > 0 and self.kl_estimator == "k1_reward"
 
     @property

@@ -39,7 +39,7 @@ class CommonConfig(flags.ModelFlags):
     dataset_test_split: str = flag(
         AUTO, "split to evaluate on; auto: validation, else test, else none; empty: no evaluation"
     )
-    max_prompt_length: int = flag(512, "tokens; longer prompts are truncated", gt=0)
+    max_prompt_length: int = flag(512, "tokens; longer text is truncated, messages dropped", gt=0)
     max_completion_length: int = flag(56, "tokens, stop token included", gt=0)
     prompt_truncation: str = flag(
         "tldr",

@@ -47,7 +47,7 @@ class Denominators(NamedTuple):
 
 
 class UpdatePlan(NamedTuple):
-    """The completions of one optimiser step, in as many batches on every rank."""
+    """The completions of one minibatch, in as many batches on every rank."""
 
     batches: list[AnyBatch]  # on the device
     denominators: Denominators

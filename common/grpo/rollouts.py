@@ -1,9 +1,9 @@
 """From the prompts of a step to the completions that GRPO trains on.
 
 N prompts of this rank, K candidates of each, of which G are selected. A prompt's *row* is its index
-in the data set; the *slot* of selected completion g of prompt n is n * G + g, the index of all
+of the rows read; the *slot* of selected completion g of prompt n is n * G + g, the index of all
 tensors about selected completions. A group is *flat* if all rewards that its baseline is made of
-are equal: its advantages are 0.
+are equal: its advantages are 0, before global normalisation and a KL in the reward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +86,7 @@ def reward(
     step: int,  # number of finished steps of the run's `total_steps`
     total_steps: int,
 ) -> "Rewards":
-    """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective."""
+    """Rewards (N, K) of the completions, with the penalty for no stop token. Collective."""
     scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
     eos = eos_penalty(config)  # in the place of a reward

@@ -247,7 +247,7 @@ def fsdp_units(module: nn.Module) -> list[FSDPModule]:
 def reduce_gradients_in_next_backward(
     module: nn.Module, is_last: bool, shards: bool = False
 ) -> None:
-    """Reduce gradients over ranks in a step's last backward only; until then each rank holds all.
+    """Reduce gradients over ranks in an update's last backward; until then each rank holds all.
 
     With `shards` every backward reduces them inside a group of shards, and a rank accumulates its
     shard; HSDP's groups are summed in the last backward only.

@@ -97,8 +97,8 @@ def stop_token_ids(
     """Ids that end a completion; the first is the one appended to training completions.
 
     The first is `stop_token`, by default the tokenizer's eos. The others are the eos ids of the
-    models at the `paths`, from generation_config.json, else from config.json. A UserError for a
-    `stop_token` of several tokens.
+    models at the `paths`, from generation_config.json, else from config.json, and the tokenizer's.
+    A UserError for a `stop_token` of several tokens.
     """
     from common.model import checks
 

@@ -21,7 +21,7 @@ class Vocabulary:
 class Example:
     """A prompt with its K completions as token ids.
 
-    K is 1 in SFT, 2 of a pair (chosen, rejected) and 0 of a prompt alone. A completion ends in the
+    K is 1 in SFT, 2 of a pair (chosen, rejected) and 0 of a prompt alone. A completion ends in a
     stop token unless it was truncated.
     """
 

@@ -178,7 +178,7 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
 
     - One completion of messages: all before the first answer, or all if there is none. A
       conversation that opens with a turn of the assistant has it in the prompt.
-    - A pair of messages: all before the last message, which is the answer.
+    - A pair of messages: the turns that both share before the last message, which is the answer.
     - A pair of texts without a `prompt` column: what both share, up to its last white space. A
       single space there goes to the completions, as in `trl-lib/tldr`; other white space stays.
     """

@@ -1,4 +1,4 @@
-"""Sources of rows: local files, data sets of the hub."""
+"""Sources of rows: local files, data sets of the hub, the synthetic one."""
 
 import functools
 import gzip

@@ -1,4 +1,4 @@
-"""Rows of text as token ids: prompts and completions apart, each cut to its limit."""
+"""Rows of text as token ids: prompts and completions apart, within their limits."""
 
 import re
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ def tokenize_rows(
     Nothing is put between them: a row brings its own space or line break. A completion ends at its
     first stop token; one is appended where there is none. What is longer than
     `max_completion_length` is cut there and then ends without a stop token. Rows are dropped when a
-    prompt or a completion is blank, a pair is identical, a prompt's header alone is too long, or a
-    conversation is, or its template leaves out part of the answer.
+    prompt or a completion is blank, a pair is identical, a prompt's header and cue alone, or a
+    conversation, are too long, or its template leaves out part of the answer.
     """
     tokenised: list[TokenisedRow] = []
     remaining = iter(distributed.progress_bar("tokenising", len(rows), unit="row", items=rows))

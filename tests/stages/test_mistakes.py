@@ -104,8 +104,12 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     ("train_sft", {"config": "typo.yaml"}, ["typo.yaml", "'learning_rte'", "mean learning_rate?"]),
     ("train_sft", {"config": "twice.yaml"}, ["twice.yaml, line 3: the key 'seed' is there twice"]),
     ("train_sft", {"config": "null.yaml"}, ["null.yaml gives nothing for 'run_name'"]),
-    ("train_grpo", {"reward_funcs": "overlong:56-48"}, ["overlong:56-48 must rise"]),
-    ("train_grpo", {"reward_funcs": "overlong:48"}, ["overlong:48 names no limits"]),
+    ("train_grpo", {"reward_funcs": "overlong:56-48"}, ["overlong:56-48 must be tokens that rise"]),
+    (
+        "train_grpo",
+        {"reward_funcs": "overlong:48"},
+        ["overlong:48 must be tokens that rise, as overlong:40-56"],
+    ),
     ("train_sft", {"max_steps": "many"}, ["--max_steps", "'many'"]),
     (
         "train_dpo",
