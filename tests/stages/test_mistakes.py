@@ -108,7 +108,7 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     (
         "train_grpo",
         {"reward_funcs": "overlong:48"},
-        ["overlong:48 must be tokens that rise, as overlong:40-56"],
+        ["overlong:48 must be tokens that rise"],
     ),
     ("train_sft", {"max_steps": "many"}, ["--max_steps", "'many'"]),
     (
