@@ -187,7 +187,7 @@ def padded_batch(
     """Put N prompts with their completions into one row per completion, on the CPU.
 
     The rows of a prompt that is not real keep their attention mask (an empty one would give NaN)
-    but count nowhere. The slots are 0, 1, ..., the rows of the file -1, for unknown.
+    but count nowhere. The slots are 0, 1, ..., the source rows -1, for unknown.
     """
     completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, width)
     prompt_rows = [

@@ -33,7 +33,7 @@ from common.model import fsdp
 from common.record import output_lock
 from common.record.jsonl import keep_lines, num_lines
 from common.record.metrics import Accumulator
-from common.record.run_folder import REWARD
+from common.record.run_folder import MANIFEST, REWARD
 from common.shutdown import signals
 
 
@@ -184,7 +184,7 @@ class Checkpointer:
             raise OSError(
                 f"{unseen[0]} is not to be seen from rank 0: all hosts need one --output_dir"
             )
-        (partial / layout.MANIFEST).write_text(json.dumps(contents, indent=1))
+        (partial / MANIFEST).write_text(json.dumps(contents, indent=1))
         layout.put_in_place(partial, folder)
         try:
             layout.remove_old(self.output_dir, self.config.keep_last)

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.record.run_folder import METRICS, SAMPLES, digest
+from common.record.run_folder import MANIFEST, METRICS, SAMPLES, digest
 
-MANIFEST = "manifest.json"
 NAME = re.compile(r"step_\d{8,}")
 SETTINGS = "settings"  # files other than weights of an exported folder
 RECORDS = (METRICS, SAMPLES)  # of the run, a line for each logged item

@@ -7,7 +7,7 @@ from typing import Any
 from common.config.evaluate import EvaluateConfig
 from common.errors import UserError
 from common.objectives.implicit_reward import ImplicitReward
-from common.record.run_folder import ENVIRONMENT, REWARD, read_config, read_metrics
+from common.record.run_folder import ENVIRONMENT, MANIFEST, REWARD, read_config, read_metrics
 
 
 def folder_of_run(path: str) -> tuple[Path, float]:
@@ -37,7 +37,7 @@ def run_cost(run_dir: Path, last_step: float = math.inf) -> dict[str, float]:
 def reward_of_run(path: str) -> ImplicitReward:
     """The reward by which the run that wrote a policy judges pairs; of no run log(pi / ref)."""
     folder, settings = folder_of_run(path)[0], config_of_run(path)
-    about = read_config(folder, ENVIRONMENT) or read_config(folder, "manifest.json")  # a checkpoint
+    about = read_config(folder, ENVIRONMENT) or read_config(folder, MANIFEST)  # a copied checkpoint
     if reward := settings and about.get(REWARD):
         return ImplicitReward(**reward)
     if "loss_type" in settings:

@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist
 from common.model.text_part import CAUSAL
+from common.record.run_folder import MANIFEST
 from common.text import sources
 
 Kind = Literal["policy", "reward_model", "trunk"]
@@ -74,7 +75,7 @@ def check_location(path: str, content: Literal["model", "tokenizer"]) -> None:
         patterns = ["config.json"] if content == "model" else ["tokenizer*", "vocab*", "*.model"]
         has_content = any(file for pattern in patterns for file in folder.glob(pattern))
         # A checkpoint has the settings of its model and of its adapter in one folder.
-        is_checkpoint = (folder.parent / "manifest.json").is_file()
+        is_checkpoint = (folder.parent / MANIFEST).is_file()
         is_adapter = (folder / "adapter_config.json").is_file() and not is_checkpoint
         if is_adapter and (content == "model" or not has_content):
             raise UserError(

@@ -26,6 +26,7 @@ from common.record.jsonl import read_jsonl, write_atomically
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+MANIFEST = "manifest.json"  # of a checkpoint, see `checkpoint/layout.py`
 MARK = "finished.json"  # in a run's folder: what made it, if a driver did (`experiments/runs`)
 DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
 LONGEST_PATH = 1024  # characters
