@@ -77,14 +77,14 @@ def main(config: DPOConfig) -> None:
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config)
     if config.self_check and reference.first is not None and is_same_model:
-        first_logps = scoring.score_examples(policy, train_set[:1], config, vocabulary, "reference")
+        first_logps = scoring.score_examples(policy, train_set[:1], config, vocabulary, "check")
         self_checks.dpo_starts_at_ln_2(first_logps, reference.first)  # (1, 2) each
     run = Run(policy, order, config, resume_from, vocabulary)
 
     def evaluate(step: int) -> None:
         if eval_set:
             logps = scoring.score_examples(policy, eval_set, config, vocabulary, "scoring pairs")
-            ref_logps, lengths = reference.held_out, data.completion_lengths(eval_set)
+            ref_logps, lengths = reference.held_out_logps, data.completion_lengths(eval_set)
             losses = objective(logps, ref_logps, lengths, config.loss_weights)
             rewards = implicit_reward(logps, ref_logps, lengths)  # (rows, 2), as each of them
             run.logger.log(step, pair_scores.held_out_metrics(rewards, losses))
@@ -97,19 +97,20 @@ def main(config: DPOConfig) -> None:
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )
-        # Of all ranks: FSDP sums their gradients here, where it usually takes the mean
+        # Over all ranks and micro-batches: ranks sum gradients (`fsdp.shard`), no mean is taken
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
-        batch_losses = []  # one of each micro-batch
+        batch_losses = []  # one of each micro-batch, to be checked
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
             logps = pairs.of(sequence_scores(policy, batch))  # (N, 2)
             ref_logps = reference.of_batch(batch)  # (N, 2)
             losses = objective(logps, ref_logps, pairs.lengths, config.loss_weights)  # (N,)
-            loss = (losses * real).sum() / num_pairs
+            total = (losses * real).sum()
+            loss = total / num_pairs
             loss.backward()
             batch_losses.append(loss.detach())
-            run.metrics.add("loss", loss * num_pairs, real.sum())
+            run.metrics.add("loss", total, real.sum())
             rewards = implicit_reward(logps, ref_logps, pairs.lengths)  # (N, 2)
             chosen, rejected = logps.unbind(-1)  # (N,) each
             pair_scores.add_pair_metrics(

@@ -138,7 +138,7 @@ def main(config: GRPOConfig) -> None:
         micro_batches = minibatches.make_micro_batches(selected, plans, before, advantages, config)
         check_first_rollout(policy, micro_batches, config, step)
         for batches, is_new in minibatches.updates(micro_batches, config, run.metrics):
-            batch_losses = []  # one of each micro-batch
+            batch_losses = []  # one of each micro-batch, to be checked
             for batch in run.micro_batches(batches):
                 loss = grpo_loss(policy, batch, objective, config, step_monitor, is_new=is_new)
                 loss.backward()

@@ -93,18 +93,19 @@ def main(config: RewardConfig) -> None:
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )
-        # Of all ranks: FSDP sums their gradients here, where it usually takes the mean
+        # Over all ranks and micro-batches: ranks sum gradients (`fsdp.shard`), no mean is taken
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
-        batch_losses = []  # one of each micro-batch
+        batch_losses = []  # one of each micro-batch, to be checked
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
             rewards = pairs.of(model(batch))  # (N, 2): chosen, rejected
             losses = pair_losses(rewards, margin_of_row[pairs.indices], config)  # (N,)
-            loss = (losses * real).sum() / num_pairs
+            total = (losses * real).sum()
+            loss = total / num_pairs
             loss.backward()
             batch_losses.append(loss.detach())
-            run.metrics.add("loss", loss * num_pairs, real.sum())
+            run.metrics.add("loss", total, real.sum())
             longer = wins(*pairs.of(batch.completion_mask.sum(-1)).unbind(-1))  # (N,)
             pair_scores.add_pair_metrics(run.metrics, rewards, real, chosen_longer=longer)
         run.update(batch_losses)

@@ -71,9 +71,9 @@ def main(config: SFTConfig) -> None:
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )
-        # Of all ranks: FSDP sums their gradients here, where it usually takes the mean
+        # Over all ranks and micro-batches: ranks sum gradients (`fsdp.shard`), no mean is taken
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
-        batch_losses = []  # one of each micro-batch
+        batch_losses = []  # one of each micro-batch, to be checked
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
             token_logps = policy(batch).token_logps  # (B, C)

@@ -162,7 +162,7 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def count_all(counts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Sum of this rank's counts over all ranks, a float32 scalar on the device. Collective."""
+    """Sum of all counts of all ranks, a float32 scalar on the device. Collective."""
     total = torch.stack(list(counts)).sum().float()
     return all_reduce_sum(total.to(device(), non_blocking=True))
 

@@ -51,7 +51,7 @@ class Policy(nn.Module):
     ) -> CompletionScores:
         """Log-probability of every completion token given the tokens before it.
 
-        `batch.layout` says which tokens see which; the result does not depend on it.
+        Both layouts give the same numbers up to rounding, by logits in float32.
         """
         from common.model.shared_prefix import last_hidden_states
 
@@ -88,7 +88,7 @@ class Policy(nn.Module):
         with_hidden: bool,
         reference: ReferenceStates | None,
     ) -> CompletionScores:
-        """The reference path: every completion with a copy of its prompt, through the plain model.
+        """The plain path: every completion with a copy of its prompt, through the plain model.
 
         Position ids come from the mask in every call: without them GPT-2 counts the left padding
         as positions and is off by up to several nats (transformers 5.23 `GPT2Model`).
@@ -110,8 +110,8 @@ class Policy(nn.Module):
         predicting = slice(-num_completion_tokens - 1, -1)
         logits = output.logits[:, predicting].float() / temperature  # (B, C, V)
         normaliser = logits.logsumexp(-1)  # (B, C)
-        chosen = logits.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)  # (B, C)
-        token_logps = (chosen - normaliser) * batch.completion_mask
+        of_token = logits.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)  # (B, C)
+        token_logps = (of_token - normaliser) * batch.completion_mask
         entropy, kl = torch.zeros_like(token_logps), torch.zeros_like(token_logps)
         if with_entropy:
             expected = (torch.softmax(logits, -1) * logits).sum(-1)  # (B, C)

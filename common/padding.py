@@ -216,8 +216,8 @@ class Layout:
     prompts with their completions; in the second prompts, then completions, the *branches*. A token
     sees its segment up to itself, and one of a branch the whole prompt too.
 
-    The *tail* are the last tokens of all prompts and all completions, in the order of the row: only
-    these columns of the last hidden states are read.
+    The *tail* are each prompt's last token and every completion token, in the order of the row: the
+    last block computes only these columns, and leaves them at their places in the row.
 
     Ends are int32 and cumulative: 0, then the end of each range behind the one before.
     """

@@ -71,9 +71,9 @@ def score_batches(
 def distinct_completions(
     examples: Sequence[Example], config: CommonConfig
 ) -> tuple[list[PromptGroup], list[int]]:
-    """Every different completion of a prompt once, the longest first, and of each slot the first.
+    """Every different completion once, the longest first, and the slot whose score each slot takes.
 
-    Completion k of row n has the slot n * K + k; equal ones of equal prompts have their first's.
+    Slot n * K + k is completion k of row n. It takes the score of the first that equals it.
     """
     num_completions = len(examples[0].completions)
     first_slots = list(range(len(examples) * num_completions))

@@ -51,7 +51,7 @@ class CommonConfig(flags.ModelFlags):
     _speed: ClassVar = flags.SPEED
     layout: str = free_flag(
         "shared_prefix",
-        "shared_prefix: a prompt is computed once for all its completions; padded: the reference, "
+        "shared_prefix: a prompt is computed once for all its completions; padded: the plain way, "
         "one row per completion",
         ["shared_prefix", "padded"],
     )

@@ -33,16 +33,16 @@ class PairReference:
         config: "DPOConfig",
         vocabulary: Vocabulary,
     ) -> None:
-        """Start with the zeros that losses without a reference take."""
+        """All zeros: what a loss without a reference gets."""
         self.train_set, self.eval_set, self.order = train_set, eval_set, order
         self.config, self.vocabulary = config, vocabulary
-        self.train = torch.zeros(len(train_set), 2, device=distributed.device())  # float32
-        self.held_out = torch.zeros(len(eval_set), 2, dtype=torch.float64)  # on the host
+        self.train_logps = torch.zeros(len(train_set), 2, device=distributed.device())  # float32
+        self.held_out_logps = torch.zeros(len(eval_set), 2, dtype=torch.float64)  # on the host
         self.first: Tensor | None = None  # (1, 2) of the first training pair
 
     def of_batch(self, batch: AnyBatch) -> Tensor:
         """Log-probabilities (N, 2) of a micro-batch's pairs."""
-        return self.train[batch.pairs.indices]
+        return self.train_logps[batch.pairs.indices]
 
     def score(self, model: "Policy | AdapterReference", *, is_resumed: bool) -> None:
         """Score all pairs with the reference's model. Collective."""
@@ -50,19 +50,14 @@ class PairReference:
 
         config, order = self.config, self.order
         self_checks.only_tokens_matter(model, config)
-        self.first = self.of_examples(model, self.train_set[:1])
+        first = self.train_set[:1]
+        self.first = scoring.score_examples(model, first, config, self.vocabulary, "reference")
         rows = order.rows_until(order.total_steps(config))
         key = scores_key([*self.train_set, *self.eval_set], rows, self.first)
         file, compute = Path(config.output_dir) / REFERENCE_LOGPS, partial(self.compute, model)
         logps = kept_logps(file, compute, key, is_resumed=is_resumed)
-        self.train = logps["train"].float().to(distributed.device())
-        self.held_out = logps["held_out"]
-
-    def of_examples(
-        self, model: "Policy | AdapterReference", examples: Sequence[Example]
-    ) -> Tensor:
-        """Log-probabilities (N, 2) of pairs by the reference's model. Collective."""
-        return scoring.score_examples(model, examples, self.config, self.vocabulary, "reference")
+        self.train_logps = logps["train"].float().to(distributed.device())
+        self.held_out_logps = logps["held_out"]
 
     def compute(self, model: "Policy | AdapterReference") -> dict[str, Tensor]:
         """Log-probabilities of all pairs, (rows, 2) by set; 0 of one not trained on. Collective.
@@ -71,16 +66,19 @@ class PairReference:
         equals the reference gets the same numbers, rounding included, and the DPO loss starts at
         ln 2.
         """
-        train_set, order, config = self.train_set, self.order, self.config
+        train_set, order = self.train_set, self.order
+        config, vocabulary = self.config, self.vocabulary
         steps = range(min(order.total_steps(config), order.steps_per_epoch))
         batches = (
             batch
             for step in distributed.progress_bar("reference", None, items=steps)
-            for batch in data.micro_batches(train_set, order.rows(step), config, self.vocabulary)
+            for batch in data.micro_batches(train_set, order.rows(step), config, vocabulary)
         )
-        # By slot, 2 n + k of row n
+        # (2 rows,): completion k of pair n is at 2 n + k
         logps = scoring.score_batches(model, batches, 2 * len(train_set), sequence_scores)
-        held_out = self.of_examples(model, self.eval_set) if self.eval_set else self.held_out
+        held_out = self.held_out_logps
+        if self.eval_set:
+            held_out = scoring.score_examples(model, self.eval_set, config, vocabulary, "reference")
         return {"train": logps.view(-1, 2), "held_out": held_out}
 
 
