@@ -22,7 +22,6 @@ usual: this loss trains only their difference.
 """
 
 import gc
-from collections.abc import Sequence
 
 from common import data, distributed, launch, scoring, self_checks
 from common.config.dpo import DPOConfig
@@ -31,7 +30,6 @@ from common.forward import Policy, sequence_scores
 from common.model import fsdp, load
 from common.pairs.reference import PairReference
 from common.run import Run
-from common.text.example import Example
 
 
 def main(config: DPOConfig) -> None:
@@ -55,7 +53,8 @@ def main(config: DPOConfig) -> None:
     train_set, eval_set = reading.load_splits(config, "preference", vocabulary)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, train_set)
-    shown = one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
+    by_prompt = {pair.prompt: pair for pair in eval_set or train_set}  # one for a table
+    shown = [*by_prompt.values()][: config.num_sample_prompts]
 
     # Frozen reference, which scores all pairs ahead of training and leaves the memory
     reference = PairReference(train_set, eval_set, order, config, vocabulary)
@@ -121,14 +120,6 @@ def main(config: DPOConfig) -> None:
 
     # Export, final evaluation
     run.finish(hooks=[evaluate, show_samples])
-
-
-def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example]:
-    """The first example of each of `number` prompts, for tables that show a prompt once."""
-    firsts: dict[str, Example] = {}
-    for example in examples:
-        firsts.setdefault(example.prompt, example)
-    return list(firsts.values())[:number]
 
 
 if __name__ == "__main__":

@@ -23,14 +23,9 @@ from common.text.example import Example, Vocabulary
 order_of_epoch = functools.lru_cache(1)(permutation)
 
 
-def lengths(examples: Sequence[Example]) -> torch.Tensor:
-    """(rows, 1 + K) int64, tokens of each prompt and of its K completions."""
-    return torch.tensor([[len(e.prompt_ids), *map(len, e.completions)] for e in examples])
-
-
 def completion_lengths(examples: Sequence[Example]) -> torch.Tensor:
     """(rows, K) int64, tokens of each completion."""
-    return lengths(examples)[:, 1:]
+    return torch.tensor([[*map(len, example.completions)] for example in examples])
 
 
 @dataclass
@@ -54,7 +49,7 @@ class BatchOrder:
         """Order of this process in training; a UserError for a batch that ranks cannot share."""
         rank, world_size = distributed.rank(), distributed.world_size()
         distributed.refuse_uneven(config.batch_size, world_size)
-        num_tokens: list[int] = lengths(examples).sum(1).tolist()
+        num_tokens = [len(e.prompt_ids) + sum(map(len, e.completions)) for e in examples]
         return cls(num_tokens, config.batch_size, config.seed, rank, world_size)
 
     def total_steps(self, config: TrainConfig) -> int:

@@ -35,7 +35,6 @@ from common.text.tokenise import (
     tokenize_rows,
     truncate_prompt,
 )
-from train_dpo import one_of_each_prompt
 
 pytestmark = pytest.mark.usefixtures("process_group")
 EOS, NEWLINE = "<|endoftext|>", "\n"
@@ -292,13 +291,6 @@ def test_pairs_and_prompts_keep_their_order_and_columns(tokenizer):
 def test_ids_are_those_of_each_text_alone_whatever_the_chunk(tokenizer):
     texts = [f"row {i} of\n many" for i in range(2345)]
     assert encode(texts, tokenizer) == [ids_of(tokenizer, text) for text in texts]
-
-
-def test_tables_show_a_prompt_once_however_many_pairs_it_has():
-    examples = [Example(i, p, [1], [[2], [3]], {}) for i, p in enumerate("aaabac")]
-    assert [example.row for example in one_of_each_prompt(examples, 2)] == [0, 3]
-    assert [example.row for example in one_of_each_prompt(examples, 9)] == [0, 3, 5]
-    assert one_of_each_prompt(examples, 0) == []
 
 
 def test_losses_are_counted_and_rows_keep_their_numbers(plain):

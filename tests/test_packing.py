@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common import data, distributed
+from common import distributed
 from common.config.stages import CommonConfig
 from common.data import (
     BatchOrder,
@@ -272,7 +272,7 @@ def test_every_completion_of_a_step_is_in_one_micro_batch(
     monkeypatch, config, num_rows, world_size
 ):
     examples = tiny.ragged_examples([(1 + 3 * i % 11, 1 + i % 5, 2) for i in range(num_rows)])
-    lengths = data.lengths(examples).sum(1).tolist()
+    lengths = [len(e.prompt_ids) + sum(map(len, e.completions)) for e in examples]
     for step in range(2):
         all_batches = in_step(
             monkeypatch,

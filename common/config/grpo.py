@@ -179,11 +179,6 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
     @property
-    def num_updates(self) -> int:
-        """Optimiser steps per rollout, unless a minibatch has no completions."""
-        return self.num_iterations * self.num_minibatches
-
-    @property
     def advantage_function(self) -> "Advantages":
         """The function of advantages with its settings."""
         from common.objectives.kinds import Advantages, PolicyObjective

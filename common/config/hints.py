@@ -36,13 +36,12 @@ OTHER_NAMES = {
     "num_minibatches": "steps_per_generation",
     "num_replicas": "parallelism_config",
     "num_sample_prompts": "num_completions_to_print log_unique_prompts",
-    "objective_args": "delta sapo_temperature_pos sapo_temperature_neg sampler_correction_cap "
-    "sampler_correction_floor vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-    "vllm_importance_sampling_cap",
     "output_dir": "logging_dir",
-    "policy_objective objective_args": "importance_sampling_level off_policy_mask_threshold "
-    "vllm_importance_sampling_correction vllm_importance_sampling_mode ratio_level "
-    "sampler_correction sampler_drift_coef",
+    "policy_objective objective_args": "delta importance_sampling_level off_policy_mask_threshold "
+    "ratio_level sampler_correction sampler_correction_cap sampler_correction_floor "
+    "sampler_drift_coef sapo_temperature_neg sapo_temperature_pos vllm_importance_sampling_cap "
+    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+    "vllm_importance_sampling_correction vllm_importance_sampling_mode",
     "prompt_truncation": "truncation_mode prompt_cue",
     "ref_mixup_alpha": "ref_model_mixup_alpha",
     "ref_update_steps": "sync_ref_model ref_model_sync_steps",

@@ -13,11 +13,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
+from common import distributed
 from common.config.hints import answer
 from common.config.recipes import read_recipe
 from common.errors import UserError
 
 Config = TypeVar("Config")
+Values = Mapping[str, Any]  # by name
 HELP = ("-h", "--help")
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
@@ -50,10 +52,11 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
         add_flag(groups[titles[name]], f)
     given = vars(parser.parse_known_args([word for word in argv if word not in HELP])[0])
     kinds: Sequence[Any] = getattr(cls, "objective_kinds", list)()
+    recipe = read_recipe(given["config"]) if "config" in given else {}
     if {*HELP} & {*argv}:
-        parser.epilog = describe_objectives(kinds, given)
-    recipe = recipe_arguments(given["config"], fields, given, kinds) if "config" in given else []
-    arguments, strays = parser.parse_known_args([*recipe, *argv])
+        parser.epilog = describe_objectives(kinds, recipe | given)
+    words = recipe_arguments(recipe, fields, given, kinds)
+    arguments, strays = parser.parse_known_args([*words, *argv])
     if strays:
         others = [word for word in strays[1:] if word.startswith("--")]
         raise UserError(f"unknown argument {answer([strays[0], *others], list(fields))}.")
@@ -119,26 +122,16 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
 
 
 def recipe_arguments(
-    file: str,
-    fields: Mapping[str, dataclasses.Field],
-    given: Mapping[str, Any],
-    kinds: Sequence[Any],
+    recipe: Values, fields: Values, given: Values, kinds: Sequence[Any]
 ) -> list[str]:
-    """A recipe as `--key value` arguments.
+    """A recipe as `--key value` arguments, without settings of objectives that `given` replaces.
 
-    If the flags `given` name another objective of one of the `kinds`, it is without settings of
-    objectives. A UserError for a key or a value that no command line could have.
+    A UserError for a key or a value that no command line could have.
     """
-    arguments = []
-    recipe = read_recipe(file)
+    arguments, file = [], given.get("config")
     if unknown := [key for key in recipe if key not in fields]:
         raise UserError(f"--config {file} has the unknown key {answer(unknown, list(fields))}.")
-    named = [kind.flag for kind in kinds if kind.flag in recipe and kind.flag in given]
-    if any(as_list(recipe[flag]) != as_list(given[flag]) for flag in named):
-        settings = {name for kind in kinds for name in kind.flags if name not in kind.optional}
-        for name in ("objective_args", "loss_weights", *settings):
-            recipe.pop(name, None)
-    for key, value in recipe.items():
+    for key, value in without_replaced(recipe, fields, given, kinds).items():
         is_list = isinstance(fields[key].metadata["default"], list)
         items = value if isinstance(value, list) and is_list else [value]
         if not all(isinstance(item, str) for item in items):
@@ -146,3 +139,26 @@ def recipe_arguments(
         # A single value may begin with a dash: it is one argument with its flag
         arguments += [f"--{key}", *items] if is_list else [f"--{key}={value}"]
     return arguments
+
+
+def without_replaced(
+    recipe: Values, fields: Values, given: Values, kinds: Sequence[Any]
+) -> dict[str, Any]:
+    """A recipe without settings of functions that the flags `given` replace, which it prints."""
+    kept, replaced = set[str](), set[str]()
+    for kind in kinds:
+        before = as_list(recipe.get(kind.flag, fields[kind.flag].metadata["default"]))
+        now = as_list(given.get(kind.flag, before))
+        replaced.update([*kind.flags, "loss_weights"] if now != before else [])
+        stay = [name for name in now if name and name in before]
+        kept.update(kind.optional, *(kind.function_of(name).settings for name in stay))
+    values = {name: value for name, value in recipe.items() if name not in replaced - kept}
+    gone = [f"{name}={recipe[name]}" for name in recipe if recipe[name] and name not in values]
+    if replaced and "objective_args" in recipe:
+        arguments = as_list(recipe["objective_args"])
+        values["objective_args"] = [text for text in arguments if text.partition("=")[0] in kept]
+        gone += [text for text in arguments if text not in values["objective_args"]]
+    if gone:
+        where = f"{given['config']}, whose objective the command line replaces"
+        distributed.print_rank0(f"not taken from {where}: {', '.join(gone)}")
+    return values

@@ -151,7 +151,7 @@ def logps_before_updates(
                 num_ids = policy.lm.config.get_text_config().vocab_size
                 head = reference_head(reference, config, num_ids)
                 ref_states = [ReferenceStates(each.hidden, head) for each in scores]
-        if config.num_updates > 1:
+        if config.num_iterations * config.num_minibatches > 1:
             logps = [policy(batch, temperature=at).token_logps for batch in batches]
             old_logps = values_by_slot(selected, batches, logps)
     return OldLogps(ref_logps, old_logps, ref_states)

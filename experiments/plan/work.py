@@ -162,7 +162,7 @@ def step_flops(run: Run) -> dict[str, float]:
     operations = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
     if isinstance(config, GRPOConfig):
         operations["sampling"] = forward(policy, config.num_candidates)
-        if config.num_updates > 1:
+        if config.num_iterations * config.num_minibatches > 1:
             operations["old log-probabilities"] = scored
     if has_reference(config):
         operations["reference"] = forward(run.reference or policy, run.num_completions)

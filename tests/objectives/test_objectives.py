@@ -390,18 +390,39 @@ def test_a_copy_of_a_built_in_file_has_its_constants(tmp_path: Path):
     assert not torch.equal(values[0], values[2])
 
 
-def test_a_recipe_s_settings_are_those_of_its_own_objective(tmp_path: Path):
-    """Also of config.yaml, which has all settings of a run."""
+def test_a_recipe_s_settings_are_those_of_its_own_objective(tmp_path: Path, capsys: Any):
+    """Also of config.yaml, which has all settings of a run. What is not taken is printed."""
     recipe = tmp_path / "config.yaml"
-    recipe.write_text(
-        "policy_objective: [clip]\nobjective_args: [delta=3]\nepsilon_low: 0.1\nadvantages: batch\n"
-    )
+    recipe.write_text("objective_args: [delta=3]\nepsilon_low: 0.1\nadvantages: batch\n")
     required = ["--output_dir", "x", "--model_name_or_path", "y", "--dataset_name", "synthetic"]
     words = ["--config", str(recipe), *required, "--reward_funcs", "gold"]
     same = parse(GRPOConfig, [*words, "--policy_objective", "clip"])
     assert same.objective.settings == {"epsilon_low": 0.1, "epsilon_high": 0.2, "delta": 3.0}
+    wrapped = parse(GRPOConfig, [*words, "--policy_objective", "clip", "sampler_weights"])
+    assert same.objective.settings.items() <= wrapped.objective.settings.items()
+    rloo = parse(GRPOConfig, [*words, "--advantages", "rloo"])
+    assert rloo.objective.settings == same.objective.settings
+    assert capsys.readouterr().out == ""
     other = parse(GRPOConfig, [*words, "--policy_objective", "gspo"])
     assert (other.epsilon_low, other.epsilon_high, other.advantages) == (3e-4, 4e-4, "batch")
+    assert other.objective.settings["delta"] == torch.inf
+    assert f"not taken from {recipe}, whose" in (printed := capsys.readouterr().out)
+    assert printed.endswith("replaces: epsilon_low=0.1, delta=3\n")
+
+
+def test_weights_and_settings_of_losses_go_with_them(tmp_path: Path, capsys: Any):
+    recipe = tmp_path / "dpo.yaml"
+    recipe.write_text(
+        "loss_type: [sigmoid, sft]\nloss_weights: [1, 0.5]\nlabel_smoothing: 0.1\nbeta: 0.2\n"
+    )
+    required = ["--output_dir", "x", "--model_name_or_path", "y", "--dataset_name", "synthetic"]
+    words = ["--config", str(recipe), *required, "--loss_type"]
+    one = parse(DPOConfig, [*words, "sigmoid"])
+    assert (one.loss_weights, one.label_smoothing, one.beta) == ([], 0.1, 0.2)
+    assert capsys.readouterr().out.endswith("replaces: loss_weights=['1', '0.5']\n")
+    other = parse(DPOConfig, [*words, "robust"])
+    assert (other.label_smoothing, other.beta) == (0.0, 0.2)
+    assert "label_smoothing=0.1" in capsys.readouterr().out
 
 
 def test_advantages_may_read_any_reward_function(tmp_path: Path):
