@@ -4,9 +4,9 @@
     loss = - (1 - e) log sigma(beta D) - e log sigma(-beta D)    (Rafailov et al. 2023, eq. 7)
 
 with log-probabilities summed over the completion, stop token included, and label smoothing e
-("conservative DPO"; 0 is the paper's loss). The reference is the starting policy, frozen, unless a
-flag names another or none. Further losses are chosen by `loss_type`, one or a weighted sum of
-several: each is a file of `common/objectives/preference`, or yours.
+("conservative DPO"; by default 0, the paper's loss). The reference is the starting policy, frozen,
+unless a flag names another or none. Further losses are chosen by `loss_type`, one or a weighted sum
+of several: each is a file of `common/objectives/preference`, or yours.
 
 Pairs that the policy itself samples, as RSO's (Liu et al. 2023), are made before by
 `experiments.sample_pairs`; its folder is then the `dataset_name`.
@@ -56,7 +56,7 @@ def main(config: DPOConfig) -> None:
     by_prompt = {pair.prompt: pair for pair in eval_set or train_set}  # one for a table
     shown = [*by_prompt.values()][: config.num_sample_prompts]
 
-    # Frozen reference, which scores all pairs ahead of training and leaves the memory
+    # Frozen reference, which scores the pairs ahead of training and leaves the memory
     reference = PairReference(train_set, eval_set, order, config, vocabulary)
     is_same_model = paths[0] == paths[1]
     is_in_policy = is_same_model and config.lora_r > 0  # the policy without its adapters
@@ -96,7 +96,7 @@ def main(config: DPOConfig) -> None:
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )
-        # Over all ranks and micro-batches: ranks sum gradients (`fsdp.shard`), no mean is taken
+        # Of all micro-batches and ranks, which sum gradients (`fsdp.shard`): this makes the mean
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
         batch_losses = []  # one of each micro-batch, to be checked
         for batch in run.micro_batches(batches):

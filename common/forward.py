@@ -73,7 +73,7 @@ class Policy(nn.Module):
         shape = batch.completion_mask.shape
         token_logps, entropy, kl = (
             hidden.new_zeros(shape.numel(), dtype=torch.float32)
-            .index_copy(0, batch.token_index[: len(values)], values)  # none if not asked for
+            .index_copy(0, batch.token_index[: len(values)], values)  # empty if not asked for
             .view(shape)
             * batch.completion_mask
             for values in statistics

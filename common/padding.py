@@ -1,4 +1,4 @@
-"""Padding, position ids, the cut at the first stop token, and the two layouts of a batch.
+"""Position ids, padding, stop tokens, and a batch's two layouts: shared prefixes, or padding.
 
 Masks are bool, True = a real token. They are made here together with the ids and carried along:
 nothing later may infer them from `ids != pad`, since GPT-2's pad token is its end-of-text token,
@@ -137,7 +137,7 @@ class Pairs:
 
     @property
     def indices(self) -> Tensor:
-        """(N,) int64, each pair's index in the training set; 0 if it is not real."""
+        """(N,) int64, each pair's index among the examples; 0 if it is not real."""
         return self.batch.slots[::2] // 2
 
     @property
@@ -189,7 +189,7 @@ def padded_batch(
     The rows of a prompt that is not real keep their attention mask (an empty one would give NaN)
     but count nowhere. The slots are 0, 1, ..., the source rows -1, for unknown.
     """
-    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, width)
+    completion_ids, token_mask, both = _completions(prompts, completions, pad_id, is_real, width)
     prompt_rows = [
         prompt for prompt, group in zip(prompts, completions, strict=True) for _ in group
     ]
@@ -199,7 +199,7 @@ def padded_batch(
         input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
         attention_mask=attention_mask,
         position_ids=position_ids(attention_mask),
-        **shared,
+        **both,
     )
 
 
@@ -269,7 +269,7 @@ def shared_prefix_batch(
     width: int = 0,
 ) -> SharedPrefixBatch:
     """Put N prompts with any number of completions each into one row; see `padded_batch`."""
-    completion_ids, token_mask, common = _completions(prompts, completions, pad_id, is_real, width)
+    completion_ids, token_mask, both = _completions(prompts, completions, pad_id, is_real, width)
     owner = np.repeat(np.arange(len(prompts)), [*map(len, completions)])  # (B,)
     # Pieces are the N prompts, then the B completions; `order` is that of the row.
     pieces = [*prompts, *chain.from_iterable(completions)]
@@ -314,7 +314,7 @@ def shared_prefix_batch(
         position_ids=torch.from_numpy(positions)[None],
         layout=layout,
         completion_ids=completion_ids,
-        **common,
+        **both,
         predictors=torch.from_numpy(predictors),
         token_index=torch.from_numpy(np.flatnonzero(token_mask.numpy())),
         last=torch.from_numpy(last),
@@ -346,13 +346,13 @@ def _completions(
     ids, token_mask = right_pad(rows, pad_id, width)  # (B, C)
     real_rows = [flag for flag, group in zip(is_real, completions, strict=True) for _ in group]
     is_real_row = torch.tensor(real_rows, dtype=torch.bool)  # (B,)
-    shared = {
+    both = {
         "completion_mask": token_mask & is_real_row[:, None],
         "is_real": is_real_row,
         "slots": torch.arange(len(ids)),
         "source_rows": [-1] * len(ids),
     }
-    return ids, token_mask, shared
+    return ids, token_mask, both
 
 
 MAKERS: dict[str, Callable[..., AnyBatch]] = {

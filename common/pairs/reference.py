@@ -45,7 +45,7 @@ class PairReference:
         return self.train_logps[batch.pairs.indices]
 
     def score(self, model: "Policy | AdapterReference", *, is_resumed: bool) -> None:
-        """Score all pairs with the reference's model. Collective."""
+        """Score the held-out pairs and those trained on with the reference's model. Collective."""
         from common.record.run_folder import REFERENCE_LOGPS
 
         config, order = self.config, self.order
@@ -83,7 +83,7 @@ class PairReference:
 
 
 def scores_key(examples: Sequence[Example], rows: Sequence[int], first: Tensor) -> str:
-    """Hash of tokens, rows trained on, and `first` (1, 2), the first pair's scores, for weights."""
+    """Hash of tokens, rows trained on, and scores `first` (1, 2), which stand for the weights."""
     digest = hashlib.sha256(repr((rows, first.tolist())).encode())
     for example in examples:
         digest.update(repr((example.prompt_ids, example.completions)).encode())
