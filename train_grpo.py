@@ -1,12 +1,12 @@
 r"""GRPO: sample a group of completions per prompt, keep some, push up those above their group.
 
-    A_i    = (r_i - mean r) / (std r + 1e-4)                    DeepSeekMath (2024), section 4.1.2
+    A_i    = (r_i - mean r) / (std r + 1e-4), std unbiased      DeepSeekMath (2024), section 4.1.2
     rho_it = pi(y_it | x, y_i,<t) / old(y_it | x, y_i,<t)
-    loss   = - mean_i mean_t min(rho A, clip(rho, 1 - e_low, 1 + e_high) A) + beta KL(pi || ref)
+    loss   = mean_i mean_t [-min(rho A, clip(rho, 1 - e_low, 1 + e_high) A) + beta KL(pi || ref)]
                                                                 eq. 3; KL by k3, eq. 4
 
 One step is one rollout: every prompt gets `num_candidates` completions, the rewards are computed,
-statistical rejection sampling keeps `num_generations` of them, their advantages are optionally
+statistical rejection sampling keeps `num_generations` of more, their advantages are optionally
 normalised again over all that were kept on all ranks, and `num_iterations` updates are made on each
 of `num_minibatches`. Policy objectives and advantages are files of `common/objectives`, or yours;
 each other variant is one flag, defined in `common/config/grpo.py`. The objects of a step, in the

@@ -114,7 +114,7 @@ class RowsConfig(CommonConfig):
     num_eval_rows: int = flag(0, "evaluate on the first rows only (0: all)")
 
     _optimisation: ClassVar = "optimisation"
-    batch_size: int = flag(64, "prompts or pairs per optimiser step, over all processes", gt=0)
+    batch_size: int = flag(64, "rows per step (GRPO: per rollout), over all processes", gt=0)
 
 
 @dataclass
@@ -138,7 +138,7 @@ class TrainConfig(RowsConfig):
 
     _optimisation: ClassVar = "optimisation"
     learning_rate: float = flag(1e-5, "peak learning rate", gt=0)
-    warmup_steps: int = flag(0, "steps of linear warmup from 0")
+    warmup_steps: int = flag(0, "steps of linear warmup")
     lr_scheduler_type: str = flag("cosine", "decay after it", ["cosine", "linear", "constant"])
     min_lr: float = flag(0.0, "learning rate that the decay ends at", ge=0)
     num_train_epochs: float = flag(1.0, "passes over the rows, if max_steps is 0", ge=0, le=2**31)
@@ -204,7 +204,9 @@ class SamplingConfig(CommonConfig):
     """The flags of every stage that samples."""
 
     _speed: ClassVar = flags.SPEED
-    generation_batch_size: int = free_flag(64, "completions decoded at once; as above", gt=0)
+    generation_batch_size: int = free_flag(
+        64, "completions decoded at once; not given: by a GPU's memory", gt=0
+    )
     cuda_graphs: bool = free_flag(True, "replay sampling's steps on a GPU as a captured graph")
 
 

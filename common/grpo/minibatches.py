@@ -47,7 +47,7 @@ class Denominators(NamedTuple):
 
 
 class UpdatePlan(NamedTuple):
-    """The completions of one minibatch, in as many batches on every rank."""
+    """The completions of one minibatch, in batches, of which every rank has the same number."""
 
     batches: list[AnyBatch]  # on the device
     denominators: Denominators
@@ -200,7 +200,7 @@ def compute_advantages(
     """
     if selected.groups.steps:
         return advantages_of_steps(selected, config)
-    rewards = selected.advantage_rewards  # (F, N, G), or with the baseline all (F, N, K)
+    rewards = selected.advantage_rewards  # (F, N, K), or with the baseline kept (F, N, G)
     if config.has_kl_in_reward:
         # k1, log-probability under sampler minus reference: PPO's (Ziegler et al. 2019, eq. 2)
         assert ref_logps is not None, "the reference comes first"

@@ -69,7 +69,7 @@ class SelectedCandidates:
     rollouts: "Rollouts"  # the N*G completions, by slot
     lengths: Tensor  # (N, G) int64, tokens
     rewards: Tensor  # (N, G), those of `groups`
-    advantage_rewards: Tensor  # (F, N, G), see there; with the baseline all (F, N, K)
+    advantage_rewards: Tensor  # as of `advantage_rewards`; with the baseline kept (F, N, G)
     flat: Tensor  # (N,) bool, True = a flat group; False for filler
     counted: Tensor  # (N, G) bool, True = in the loss and in its denominators
 

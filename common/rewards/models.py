@@ -50,7 +50,7 @@ class RewardModelFunction:
         self,
         prompts: Sequence[Any],  # B texts, or lists of messages
         completions: Sequence[Any],  # B texts, or lists of one message
-        completion_ids: Sequence[Sequence[int]],  # for the policy, as `prompt_ids`
+        completion_ids: Sequence[Sequence[int]],  # by the policy's tokenizer
         *,
         prompt_ids: Sequence[Sequence[int]],
         has_stop: Sequence[bool],  # whether a completion ends with a stop token of the policy
@@ -59,7 +59,7 @@ class RewardModelFunction:
         """Rewards of B completions, in their order.
 
         The policy's ids are scored if this model's tokenizer has the same vocabulary. Otherwise,
-        and for messages that its chat template writes differently, prompts and completions are
+        or where its chat template differs from the policy's, prompts and completions are
         tokenised again. Behind an answer in messages the turn is ended as the template ends it, and
         the reward is read there.
         """

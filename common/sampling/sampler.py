@@ -31,7 +31,7 @@ class Rollouts:
 
     ids: Tensor  # (B, C) int64, padded on the right
     mask: Tensor  # (B, C) bool, True = a token, up to and including the first stop token
-    token_logps: Tensor  # (B, C) float32, nats; 0 at padding
+    token_logps: Tensor  # (B, C) float32, nats, at the sampling temperature; 0 at padding
     has_stop: Tensor  # (B,) bool, False = ended by the length limit
 
     @classmethod
@@ -104,7 +104,7 @@ def uniforms(seed: int, rows: Tensor, samples: range, max_length: int) -> Tensor
         rows.repeat_interleave(len(samples))[:, None, None],
         torch.tensor(samples).repeat(len(rows))[:, None, None],
         torch.arange(max_length)[:, None],
-        torch.arange(2),  # for a block of tokens, and for the token in it
+        torch.arange(2),  # the two numbers of `decode.draw_token`
     )
 
 

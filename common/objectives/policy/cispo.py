@@ -9,7 +9,7 @@ from common.losses import clipped_tokens, probability_ratio
 
 
 def cispo(logps, old_logps, advantages, mask, *, epsilon_high=0.2, ratio_level="token"):
-    """Loss of each token (B, C)."""
+    """Loss of each token (B, C), and metrics."""
     ratio = probability_ratio(logps, old_logps, mask, ratio_level=ratio_level)
     bounded = ratio.clamp(max=1 + epsilon_high)
     gain = (bounded * advantages).detach() * torch.where(mask, logps, 0.0)

@@ -9,7 +9,7 @@ from common.losses import masked_sum, precise
 
 
 def geometric_mask(loss, old_logps, sampled_logps, mask, *, low=0.5, high=2.0):
-    """Loss of each token (B, C)."""
+    """Loss of each token (B, C), and metrics."""
     gaps = (precise(old_logps) - precise(sampled_logps)).detach()
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
     mean = (masked_sum(gaps, mask, dim=1)[:, None] / lengths).exp()  # (B, 1)

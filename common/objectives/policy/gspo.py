@@ -14,6 +14,6 @@ from common.objectives.policy.clip import clip_loss
 
 
 def gspo(logps, old_logps, advantages, mask, *, epsilon_low=3e-4, epsilon_high=4e-4, delta=inf):
-    """Loss of each token (B, C)."""
+    """Loss of each token (B, C), and metrics."""
     ratio = probability_ratio(logps, old_logps, mask, ratio_level="sequence")
     return clip_loss(ratio, advantages, mask, 1 - epsilon_low, 1 + epsilon_high, delta)

@@ -9,7 +9,7 @@ from common.losses import masked_sum, precise
 
 
 def off_policy_mask(loss, logps, sampled_logps, advantages, mask, *, threshold=0.1):
-    """Loss of each token (B, C)."""
+    """Loss of each token (B, C), and metrics."""
     gaps = precise(sampled_logps) - precise(logps).detach()  # (B, C)
     lengths = mask.sum(dim=1).clamp(min=1)
     is_far = masked_sum(gaps, mask, dim=1) / lengths > threshold  # (B,)

@@ -11,7 +11,7 @@ from common.losses import probability_ratio
 
 
 def sapo(logps, old_logps, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, ratio_level="token"):
-    """Loss of each token (B, C)."""
+    """Loss of each token (B, C), and metrics."""
     ratio = probability_ratio(logps, old_logps, mask, ratio_level=ratio_level)
     tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
