@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from common.advantages import EPSILON
-from common.losses import aggregate, kl_estimate, masked_sum, preference_loss
-from common.objectives.kinds import Advantages, PolicyObjective
+from common.losses import aggregate, kl_estimate, masked_sum
+from common.objectives.kinds import Advantages, PolicyObjective, PreferenceLoss
 
 BETA = 0.5
 NUM_GENERATIONS = 4
@@ -84,8 +84,8 @@ def grpo(
     kl: str = "k2",
     aggregation: str = "constant",
     objective: str = "clip",
-    arguments: str = "",
     sampler_temperature: float = 1.0,
+    **settings: Any,
 ) -> Tensor:
     """GRPO over all groups of completions drawn from the sampler, one update per rollout.
 
@@ -99,8 +99,8 @@ def grpo(
             k1 over a completion leaves its reward.
         aggregation: See `aggregate`; `constant` here is the sum over a completion's tokens.
         objective: Files of `common/objectives/policy`.
-        arguments: Their settings.
         sampler_temperature: The sampler is the policy at this temperature: another one but for 1.
+        **settings: Of the advantages, or else of the objective.
     """
     token_logps, ref = problem.token_logps(logits), problem.token_logps(problem.ref_logits)
     sampled = problem.token_logps(logits.detach() / sampler_temperature)
@@ -108,8 +108,10 @@ def grpo(
     rewards, mask = problem.rewards, problem.mask
     if kl == "reward":
         rewards = rewards - BETA * kl_estimate(sampled, ref, estimator="k1").sum(dim=1)
-    expected = expected_advantages(rewards, probabilities, advantages)  # (Y,)
-    loss = PolicyObjective.find(objective.split(), arguments.split())
+    defaults = Advantages.find([advantages]).settings
+    of_advantages = {name: settings.pop(name) for name in defaults if name in settings}
+    expected = expected_advantages(rewards, probabilities, advantages, **of_advantages)  # (Y,)
+    loss = PolicyObjective.find(objective.split(), **settings)
     per_token, _ = loss(token_logps, token_logps, sampled, expected, mask)
     if kl != "reward":
         per_token = per_token + BETA * kl_in_loss(problem, logits, kl)
@@ -131,13 +133,15 @@ def kl_in_loss(problem: Problem, logits: Tensor, kl: str) -> Tensor:
     return kl_estimate(token_logps, ref, estimator=kl)
 
 
-def expected_advantages(rewards: Tensor, probabilities: Tensor, name: str) -> Tensor:
+def expected_advantages(
+    rewards: Tensor, probabilities: Tensor, name: str, **settings: Any
+) -> Tensor:
     """Mean advantage (Y,) of each completion over all groups of `NUM_GENERATIONS` that hold it.
 
     The name is that of a file of `common/objectives/advantages`. GDPO's two rewards are 0.5 where
     the reward is above 0.5, and the remainder.
     """
-    function = Advantages.find([name])
+    function = Advantages.find([name], **settings)
     groups = torch.cartesian_prod(*[torch.arange(len(rewards))] * NUM_GENERATIONS)  # (Y^G, G)
     is_high = 0.5 * (rewards > 0.5)
     is_split = function.takes_each_function
@@ -156,29 +160,29 @@ def preference(
     problem: Problem,
     logits: Tensor,
     *,
+    loss_type: str = "sigmoid",
     on_policy: bool = True,
     flipped: float = 0.0,
-    **options: Any,
+    **settings: Any,
 ) -> Tensor:
     """A loss of the DPO family over all pairs, labelled by Bradley-Terry on the reward.
 
     Args:
         problem: What is optimised.
         logits: (S, V) of the policy.
+        loss_type: Files of `common/objectives/preference`, whose losses add up.
         on_policy: Pairs are drawn from the policy; else from the reference.
         flipped: Share of the labels that are wrong.
-        **options: Of `preference_loss`.
+        **settings: Of the losses.
     """
     logps, ref = problem.logps(logits), problem.logps(problem.ref_logits)
     sampler = (logps if on_policy else ref).detach().exp()  # (Y,)
-    first, second = torch.cartesian_prod(*[torch.arange(len(logps))] * 2).T  # (Y^2,)
+    pairs = torch.cartesian_prod(*[torch.arange(len(logps))] * 2)  # (Y^2, 2)
+    first, second = pairs.T
     wins = torch.sigmoid(problem.rewards[first] - problem.rewards[second])
     wins = (1 - flipped) * wins + flipped * (1 - wins)
-    lengths = problem.mask.sum(dim=1)
-    options |= {"chosen_lengths": lengths[first], "rejected_lengths": lengths[second]}
-    loss = preference_loss(
-        logps[first], logps[second], ref[first], ref[second], beta=BETA, **options
-    )
+    preference_loss = PreferenceLoss.find(loss_type.split(), beta=BETA, **settings)
+    loss = preference_loss(logps[pairs], ref[pairs], problem.mask.sum(dim=1)[pairs])  # (Y^2,)
     # Every pair stands here in both orders: once with each of its labels.
     return (sampler[first] * sampler[second] * wins * loss).sum()
 
@@ -208,7 +212,7 @@ GRPO: dict[str, Objective] = {
         grpo, kl="k3", advantages="group", aggregation="grpo"
     ),
 }
-DRIFT: dict[str, Any] = {"objective": "clip sampler_drift", "arguments": "coef=0.5"}
+DRIFT: dict[str, Any] = {"objective": "clip sampler_drift", "coef": 0.5}
 HOT: dict[str, Any] = {"kl": "full", "sampler_temperature": 1.25}
 FURTHER: dict[str, Objective] = {
     "`sapo`, KL in the reward": partial(grpo, kl="reward", objective="sapo"),
@@ -221,7 +225,7 @@ FURTHER: dict[str, Objective] = {
     "sampler at temperature 1.25, `full` in the loss": partial(grpo, **HOT),
     "the same, `token_truncate`": partial(grpo, **HOT, objective="clip sampler_weights"),
     "the same, `sequence_truncate`": partial(
-        grpo, **HOT, objective="clip sampler_weights", arguments="correction=sequence_truncate"
+        grpo, **HOT, objective="clip sampler_weights", correction="sequence_truncate"
     ),
     "the same, `geometric_mask`": partial(grpo, **HOT, objective="clip geometric_mask"),
     "the same, `dppo`": partial(grpo, **HOT, objective="dppo"),
@@ -241,6 +245,7 @@ PREFERENCE: dict[str, Objective] = {
     "`ipo_mean`": partial(preference, on_policy=False, loss_type="ipo_mean"),
     "`hinge`": partial(preference, loss_type="hinge"),
     "`simpo`": partial(preference, loss_type="simpo"),
+    "DPO and SFT term": partial(preference, on_policy=False, loss_type="sigmoid sft"),
 }
 
 

@@ -6,6 +6,7 @@ evaluated as it was trained.
 """
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Sequence
@@ -38,45 +39,31 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "objectives.md").read_text()
 SECTION = PAGE.partition("## Add an objective")[2].partition("\n## ")[0]
-(EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", SECTION, re.M | re.S)
-WORDS = [dict(re.findall(r"--(\w+) (\S+)", line)) for line in re.findall(r"^--.*$", SECTION, re.M)]
+EXAMPLE = "\n\n".join(re.findall(r"^```python\n(.*?)^```", SECTION, re.M | re.S))
+COMMANDS = re.findall(r"^ *--.*--objective_args.*$", SECTION, re.M)
+WORDS = [dict(re.findall(r"--(\w+) (\S+)", line)) for line in COMMANDS]
 NAMES_IN_PAPERS = PAGE.partition("## Names in papers")[2].partition("\n## ")[0]
 KINDS = (PolicyObjective, PreferenceLoss, Advantages)
 FILES = [(kind, name) for kind in KINDS for name in kind.built_in()]
-# Of each kind the argument that names the file, in golden cases and in lines of optima
-ARGUMENTS = {"policy_objective": "objective", "loss_type": "loss_type", "advantages": "name"}
-DEFAULTS = {"policy_objective": "clip", "loss_type": "sigmoid", "advantages": "group"}
-FAMILIES = {
-    "policy_objective": ("policy",),
-    "loss_type": ("preference",),
-    "advantages": ("group_advantages", "advantages_by_function"),
-}
+LINES = [*optimum.GRPO.values(), *optimum.FURTHER.values(), *optimum.PREFERENCE.values()]
 
 
 @pytest.mark.parametrize(("kind", "name"), FILES)
 def test_a_built_in_file_has_a_golden_case_a_line_and_a_row(kind, name, capsys):
-    argument, default = ARGUMENTS[kind.flag], DEFAULTS[kind.flag]
-    golden = {
-        word
-        for case in CASES
-        if case["family"] in FAMILIES[kind.flag]
-        for word in case["calls"]["this project"].get(argument, default).split()
-    }
-    golden |= {"gdpo"} if any(c["family"] == "advantages_by_function" for c in CASES) else set()
-    assert name in golden
-    assert re.search(rf"--{kind.flag} [^`]*\b{name}\b", NAMES_IN_PAPERS)
-    lines = {**optimum.GRPO, **optimum.FURTHER, **optimum.PREFERENCE}
-    keywords = [getattr(line, "keywords", {}) for line in lines.values()]
-    argument = "advantages" if kind is Advantages else argument
-    default = "rloo" if kind is Advantages else default
-    words = {word for each in keywords for word in each.get(argument, default).split()}
-    assert name in words or name == "sft"  # a term of a sum, with no end by itself
+    argument = kind.flag.removeprefix("policy_")  # that names the file in a case and in a line
+    calls = [case["calls"]["this project"].get(argument, "") for case in CASES]
+    parameters = [inspect.signature(line).parameters for line in LINES]
+    lines = [each[argument].default for each in parameters if argument in each]
+    rows = re.findall(rf"--{kind.flag} ((?:\w+ ?)+)", NAMES_IN_PAPERS)
+    places = {"golden case": calls, "line in optimum.py": lines, "row in Names in papers": rows}
+    lacking = [place for place in places if name not in " ".join(places[place]).split()]
+    assert not lacking, f"--{kind.flag} {name} has no {', no '.join(lacking)}"
     objective = kind.find([name] if kind is not PolicyObjective else of_policy(name))
     objective.check()
     assert capsys.readouterr().out == ""  # no warning
     docstring = __import__(f"common.objectives.{kind.folder}.{name}", fromlist=["x"]).__doc__
-    assert re.search(r"20\d\d", docstring)
-    assert re.search(r"loss +=|A +=|w = |rho +=", docstring)
+    assert re.search(r"20\d\d", docstring), f"{name}: the docstring has a paper with its year"
+    assert re.search(r"loss +=|A +=|w = |rho +=", docstring), f"{name}: it has the equation"
 
 
 def of_policy(name: str) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common import losses
 from common.advantages import normalise_globally
-from common.objectives.kinds import Advantages, PolicyObjective
+from common.objectives.kinds import Advantages, PolicyObjective, PreferenceLoss
 
 CASES = json.loads(Path(__file__).with_name("cases.json").read_text())
 TOLERANCE = 1e-5
@@ -40,14 +40,10 @@ class OurCase(Case):
         pairs = losses.bradley_terry_loss(*self.rewards.chunk(2), margin=torch.tensor(margin))
         return (pairs + centering * losses.centering_penalty(*self.rewards.chunk(2))).mean()
 
-    def preference(self, **options: Any) -> Tensor:
-        chosen, rejected = self.mask.sum(1).chunk(2)
-        policy, reference = (
-            losses.masked_sum(logps, self.mask, 1).chunk(2)
-            for logps in (self.logps, self.ref_logps)
-        )
-        options |= {"chosen_lengths": chosen, "rejected_lengths": rejected}
-        return losses.preference_loss(*policy, *reference, **options).mean()
+    def preference(self, loss_type: str, **settings: Any) -> Tensor:
+        sums = [losses.masked_sum(logps, self.mask, 1) for logps in (self.logps, self.ref_logps)]
+        pairs = [rows.view(2, -1).T for rows in (*sums, self.mask.sum(1))]  # (N, 2), chosen first
+        return PreferenceLoss.find(loss_type.split(), **settings)(*pairs).mean()
 
     def kl(self, estimator: str) -> Tensor:
         per_token = losses.kl_estimate(self.logps, self.ref_logps, estimator=estimator)
@@ -62,13 +58,13 @@ class OurCase(Case):
         counts = {"num_tokens": self.step_mask.sum(), "num_sequences": self.step_mask.any(1).sum()}
         return losses.aggregate(per_token, self.mask, **counts, **aggregate)
 
-    def group_advantages(self, name: str = "group") -> Tensor:
-        return Advantages.find([name])(self.rewards[None])
-
-    def advantages_by_function(self) -> Tensor:
-        advantages = Advantages.find(["gdpo"])(self.rewards, [1.0] * len(self.rewards))
-        everything = torch.ones_like(advantages, dtype=torch.bool)
-        return normalise_globally(advantages, everything, lambda sums: sums)
+    def group_advantages(self, advantages: str, **settings: Any) -> Tensor:
+        function = Advantages.find([advantages], **settings)
+        rewards = self.rewards if function.takes_each_function else self.rewards[None]  # (F, N, G)
+        result = function(rewards, [1.0] * len(rewards))
+        if not function.normalizes_globally:
+            return result
+        return normalise_globally(result, torch.ones_like(result).bool(), lambda sums: sums)
 
 
 def verdict(case: dict[str, Any], library: type[Case]) -> str:

@@ -263,6 +263,7 @@ def test_maxrl_weighs_a_prompt_by_how_rarely_it_succeeds():
         ("`ipo_mean`", "two tokens", 0.1),
         ("`hinge`", "one token", 0.2),
         ("`simpo`", "two tokens", 0.3),
+        ("DPO and SFT term", "one token", 0.1),
     ],
 )
 def test_ends_elsewhere(objective: str, problem: str, at_least: float):
