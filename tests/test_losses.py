@@ -489,7 +489,7 @@ def test_unusable_options_are_refused_with_the_values_allowed():
         with pytest.raises(ValueError, match=message):
             call()
     per_token = [n for n in PreferenceLoss.built_in() if PreferenceLoss.find([n]).is_per_token]
-    assert per_token == ["ipo_mean", "sft", "sigmoid_norm", "simpo"]
+    assert {"ipo_mean", "sft", "sigmoid_norm", "simpo"} <= {*per_token}
     for loss_type in per_token:
         with pytest.raises(AssertionError, match="lengths"):
             losses.preference_loss(*LOGPS, beta=0.5, loss_type=loss_type)

@@ -27,7 +27,12 @@ from tests.variants import REWARD_FILE, stopping_model_job
 pytestmark = pytest.mark.usefixtures("process_group")
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "objectives.md").read_text().partition("## Names in papers")[2]
+PAGE = (
+    (ROOT / "docs" / "objectives.md")
+    .read_text()
+    .partition("## Names in papers")[2]
+    .partition("\n## ")[0]
+)
 ROWS = dict(re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^`]+)`", PAGE, flags=re.MULTILINE))
 
 
@@ -63,8 +68,8 @@ def run_flags(base: Path, output_dir: Path, stage: str) -> dict[str, Any]:
     return flags
 
 
-def test_the_page_has_the_names():
-    assert len(ROWS) == 27
+def test_every_row_of_the_page_is_read():
+    assert len(ROWS) == PAGE.count("\n| ") - 1 > 0  # without the head
 
 
 @pytest.mark.parametrize("name", ROWS)
