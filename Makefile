@@ -2,8 +2,8 @@
 # make test    lint, types, every test
 # make tolerances   every test with each set of CPU instructions: comparisons near their tolerance
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
-# make test-slurm   jobs on a real Slurm of this machine: 4 minutes, as root, Debian's slurm-wlm
-# make bench   speed and memory of every stage against TRL, in turns (tiny: 13 minutes)
+# make test-slurm   jobs on a real Slurm of this machine: 5 minutes, as root, Debian's slurm-wlm
+# make bench   speed and memory of every stage against TRL, in turns (tiny: minutes)
 # make quality   the demo's chain by TRL and by the scripts: minutes, and how good it is (2 GB)
 # make conformance   every objective against TRL, verl, OpenRLHF and torchrl, on golden cases (2 GB)
 # make models   which models are right: every decoder of transformers; MODELS="qwen3 opt" some

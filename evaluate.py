@@ -5,8 +5,8 @@ from. A data set may have either, or two be given.
 
 On pairs: preference accuracy on the whole split in fixed order, a tie counting one half. A reward
 model is judged by its reward; a policy by each of `--policy_scores`: the implicit reward of its run
-(beta log(pi / ref), Rafailov et al. 2023, eq. 5, or what its loss has in place of that), the ratio
-or the log-probability itself; the reference, whose implicit reward is 0 everywhere, by its
+(beta log(pi / ref), Rafailov et al. 2023, eq. 5, or what its loss has in place of that) or the
+log-probability per token; the reference, whose implicit reward is 0 everywhere, by its
 log-probability. Of what every policy generates: rewards, KL(pi || ref), ROUGE, length, pass rates
 of a reward that is a check, and win rates by every judge. Every number has its 95% interval over
 prompts, and docs/evaluation.md says what it is.

@@ -10,9 +10,9 @@ The first line is Stiennon et al. 2020, section 3.4, with the margin of Llama 2 
 The trunk is the SFT model, the head is new: N(0, 1/(d+1)) in variance, float32, made before
 sharding. The reward is read at the last real token: of a text the stop token, of messages the last
 one that the chat template writes (ChatML: the line break behind `<|im_end|>`), as in TRL. After
-training a constant is added so that the mean reward of reference summaries is 0 (Huang et al.
-2024); it is saved inside the model. With `lora_r` adapters and the head are trained; the folder
-`adapter` has both, without the constant.
+training a constant is added so that the completions of `sft_dataset_name` have the mean reward 0
+(Huang et al. 2024); it is saved inside the model. With `lora_r` adapters and the head are trained;
+the folder `adapter` has both, without the constant.
 
 How this differs from the papers:
 1. Both completions of a pair go through one forward pass. Pairs are shuffled and count 1 each;

@@ -1,4 +1,4 @@
-"""The configuration of DPO: one flag per variant, and which of them exclude each other."""
+"""The configuration of DPO: its flags, and the losses that they name."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar

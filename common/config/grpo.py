@@ -1,4 +1,4 @@
-"""The configuration of GRPO: one flag per variant, and which of them exclude each other."""
+"""The configuration of GRPO: its flags, the objective that they name, and what excludes what."""
 
 from dataclasses import dataclass
 from math import inf

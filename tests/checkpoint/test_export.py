@@ -1,7 +1,5 @@
 """A checkpoint becomes a plain folder by a command, and wherever a flag names one as a model.
 
-Every exported folder has a card.
-
 That the folder is the run's own is shown where there are whole runs: `test_resume.py`,
 `test_lora.py`. About `common.checkpoint.export` and `common.checkpoint.hf_folder`.
 """

@@ -101,6 +101,10 @@ def test_what_the_page_names_is_a_flag_that_the_stage_uses() -> None:
         assert named or row.here == "\N{EN DASH}", row
         in_notes = set(re.findall(r"--(\w+)", row.note))
         assert in_notes <= set.union(*used.values(), fields_of(config_class("evaluate.py"))), row
+    prose = re.sub(r"^```.*?^```$", "", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    elsewhere = {"config", "standalone", "nproc_per_node"}
+    in_prose = set(re.findall(r"--(\w+)", prose)) - elsewhere
+    assert in_prose <= set.union(*used.values(), fields_of(config_class("evaluate.py")))
 
 
 def test_the_rows_of_the_page_and_of_the_code_are_the_same() -> None:
