@@ -15,6 +15,8 @@ from typing import Any
 
 from common.evaluation.accuracy import Interval, finite_vector
 from common.evaluation.intervals import t_quantile
+from common.evaluation.records import RESULTS
+from common.evaluation.results import Rates, System, read_results
 from common.record.run_folder import ENVIRONMENT, read_config, read_metrics
 from common.report.blocks import Block, Section, Table
 from common.report.page import write_page
@@ -63,47 +65,51 @@ def about(name: str) -> Outcome:
     return OUTCOMES.get(name, Outcome(name, "as recorded"))
 
 
-def systems_by_run(*evaluations: Path) -> dict[str, dict[str, Any]]:
+def systems_by_run(*evaluations: Path) -> dict[str, System]:
     """The systems of evaluate.py's results, by the folder of the run whose `model` it judged."""
-    files = [folder / "results.json" for folder in evaluations]
-    texts = [file.read_text(encoding="utf-8") for file in files]
-    every = [system for text in texts for system in json.loads(text)["systems"]]
-    return {str(Path(system["path"]).parent): system for system in every}
+    every = [read_results(folder / RESULTS).systems for folder in evaluations]
+    return {str(Path(system.path).parent): system for systems in every for system in systems}
 
 
-def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]]) -> float | None:
+def outcome_of(name: str, run_dir: Path, systems: Mapping[str, System]) -> float | None:
     """An outcome of a run, in its unit; None where it was not measured."""
-    system = systems.get(str(run_dir), {})
+    system = systems.get(str(run_dir))
+    values = outcomes_of(system) if system else {}
     if name.startswith(JUDGED):
         # A table of many systems may have named it with its file: `judged/FILE.py:JUDGE`
-        values, end = judged(system), f":{name.removeprefix(JUDGED)}"
+        end = f":{name.removeprefix(JUDGED)}"
         value = values.get(name, next((values[key] for key in values if key.endswith(end)), None))
     elif name in OUTCOMES:
-        value = system.get(name)
+        value = values.get(name)
     else:
         logged = [r[name] for r in read_metrics(run_dir) if name in r]
         value = logged[-1] if logged else None
-    if isinstance(value, dict):  # a mean, or an accuracy, with its interval
-        value = value.get("mean", value.get("accuracy"))
     return None if value is None else float(value) * about(name).scale
 
 
-def judged(system: Mapping[str, Any]) -> dict[str, Any]:
-    """The mean rewards and pass rates of a system, by outcome."""
-    values = {f"{JUDGED}{judge}": mean for judge, mean in (system.get("rewards") or {}).items()}
-    for judge, rates in (system.get("pass_rates") or {}).items():
-        values |= {f"{JUDGED}{judge}/{name}": rate for name, rate in rates.items()}
-    return values
+def outcomes_of(system: System) -> dict[str, float | None]:
+    """The values of a system by outcome: `OUTCOMES`, and rewards and pass rates by its judges."""
+    means: Rates = {"gold_reward": system.gold_reward, "reward": system.reward}
+    means["accuracy"] = system.accuracy.interval if system.accuracy else None
+    means |= {f"{JUDGED}{judge}": mean for judge, mean in system.rewards.items()}
+    values: dict[str, float | None] = {}
+    if sampled := system.generations:
+        values = {"stop_rate": sampled.stop_rate, "length": sampled.length}
+        means["kl"] = sampled.kl
+        for judge, rates in sampled.pass_rates.items():
+            means |= {f"{JUDGED}{judge}/{name}": rate for name, rate in rates.items()}
+    return values | {name: mean.mean if mean else None for name, mean in means.items()}
 
 
-def judges(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def judges(systems: Mapping[str, System]) -> list[str]:
     """Outcomes by judges that are not among `OUTCOMES`. Of a check: its rates (mean = pass@1)."""
     every = list(systems.values())
-    model = next((system["name"] for system in every if system.get("kind") == "reward_model"), "")
-    names = {"gold_reward": f"{JUDGED}gold", "reward": f"{JUDGED}{model}"}
-    measured = {name for system in every for key, name in names.items() if system.get(key)}
-    outcomes = dict.fromkeys(name for system in every for name in judged(system))
-    return [o for o in outcomes if o not in measured and f"{o}/pass@1" not in outcomes]
+    model = next((system.name for system in every if system.kind == "reward_model"), "")
+    measured = {f"{JUDGED}gold" for system in every if system.gold_reward}
+    measured |= {f"{JUDGED}{model}" for system in every if system.reward}
+    names = dict.fromkeys(name for system in every for name in outcomes_of(system))
+    others = [name for name in names if name.startswith(JUDGED) and name not in measured]
+    return [name for name in others if f"{name}/pass@1" not in names]
 
 
 Measured = dict[tuple[str, str], dict[int, float]]  # by run and outcome: a value by seed
@@ -111,7 +117,7 @@ Measured = dict[tuple[str, str], dict[int, float]]  # by run and outcome: a valu
 
 def measured(
     runs: Mapping[int, Mapping[str, Path]],
-    systems: Mapping[int, Mapping[str, Mapping[str, Any]]],
+    systems: Mapping[int, Mapping[str, System]],
     asked: Iterable[str] = (),
 ) -> Measured:
     """The outcomes of runs by seed and name, in their units: judges', and metrics asked for.

@@ -18,13 +18,16 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.record.jsonl import write_atomically
 from common.record.run_folder import git_commit
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.evidence.bench import processes
+
+if TYPE_CHECKING:
+    from common.evaluation.results import System
 
 SIDES = ("trl", "ours")
 STAGES = ("sft", "reward", "dpo", "grpo")
@@ -36,6 +39,7 @@ UNTIL = f"minutes to gold {GOOD}"
 DIGITS = {"gold reward": 3, "accuracy, %": 1, "KL, nats": 2, "minutes": 2, "GB": 2, UNTIL: 2}
 RECIPES = "assets/recipes/demo"
 FOLDER = processes.REPOSITORY / "output" / "bench" / "quality"
+RUNS = "runs.json"  # of a chain: minutes, memory and checkpoints of each stage
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 TRL = ["-m", "assets.recipes.bench.trl_chain"]
 # Over the recipes': nothing but the training, on the given rows from the given weights
@@ -49,7 +53,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max_steps", type=int, default=0, help="of each stage (0: the recipe's)")
     arguments = parser.parse_args()
-    chains: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     commit = git_commit() or "-dirty"
     made_by = json.dumps([commit, arguments.max_steps]) + "\n"
     for seed in arguments.seeds:
@@ -62,11 +65,11 @@ def main() -> None:
             processes.run([*TRL, "start", *flags], start / "start.log", threads=1)
             write_atomically(mark, [made_by])
         for side in SIDES:
-            chains[side].append(chain(side, start / side, seed, arguments.max_steps))
+            chain(side, start / side, seed, arguments.max_steps)
     results = {
         "seeds": arguments.seeds,
         "packages": {name: metadata.version(name) for name in ("torch", "transformers", "trl")},
-        **chains,
+        **{side: [judged(FOLDER / f"seed_{n}" / side) for n in arguments.seeds] for side in SIDES},
     }
     (FOLDER / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     text = table(results)
@@ -77,9 +80,9 @@ def main() -> None:
 # ---- one chain -----------------------------------------------------------------------------------
 
 
-def chain(side: str, folder: Path, seed: int, max_steps: int) -> dict[str, Any]:
-    """Train and judge the chain of a side, or what is left of it; outcomes by stage."""
-    file, judgement = folder / "runs.json", folder / "evaluation" / "results.json"
+def chain(side: str, folder: Path, seed: int, max_steps: int) -> None:
+    """Train and judge the chain of a side, or what is left of it."""
+    file, evaluation = folder / RUNS, folder / "evaluation"
     runs = json.loads(file.read_text()) if file.exists() else {}
     stages = [*STAGES, WITH_STOP] if side == "trl" else STAGES
     for stage in stages:
@@ -87,17 +90,14 @@ def chain(side: str, folder: Path, seed: int, max_steps: int) -> dict[str, Any]:
             words = command(side, stage, folder, seed, max_steps)
             runs[stage] = train([*LAUNCHER, *words], folder / stage)
             write_atomically(file, [json.dumps(runs) + "\n"])
-    if not judgement.exists():
+    if not (evaluation / "results.json").exists():
         checkpoints = [path for stage in stages for path in runs[stage]["saved"]]
         policies = [f"{folder}/{stage}/model" for stage in stages if stage != "reward"]
         words = ["evaluate.py", f"--config={RECIPES}/evaluate.yaml"]
-        words += [f"--output_dir={judgement.parent}", "--policies", *policies, *checkpoints]
+        words += [f"--output_dir={evaluation}", "--policies", *policies, *checkpoints]
         words += [f"--ref_model_name_or_path={policies[0]}"]
         words += [f"--reward_models={folder}/reward/model"]
         processes.run([*LAUNCHER, *words], folder / "evaluation.log", threads=1)
-    systems = json.loads(judgement.read_text())["systems"]
-    judged = {system["path"].removesuffix("/model"): system for system in systems}
-    return {stage: outcomes(stage, folder, runs, judged) for stage in stages}
 
 
 def command(side: str, stage: str, folder: Path, seed: int, max_steps: int) -> list[str]:
@@ -132,21 +132,41 @@ def train(words: Sequence[str], output_dir: Path) -> dict[str, Any]:
     return {"minutes": minutes, "GB": peak * 2**20 / 1e9, "saved": ages}
 
 
+def judged(folder: Path) -> dict[str, dict[str, float]]:
+    """The outcomes of a chain by stage."""
+    # torch: the parent must stay smaller than its children, which have all ended
+    from common.evaluation.results import read_results
+
+    runs = json.loads((folder / RUNS).read_text())
+    systems = read_results(folder / "evaluation" / "results.json").systems
+    by_path = {system.path.removesuffix("/model"): system for system in systems}
+    return {stage: outcomes(stage, folder, runs, by_path) for stage in runs}
+
+
 def outcomes(
-    stage: str, folder: Path, runs: Mapping[str, Any], judged: Mapping[str, Mapping[str, Any]]
+    stage: str, folder: Path, runs: Mapping[str, Any], systems: "Mapping[str, System]"
 ) -> dict[str, float]:
     """The outcomes of a stage."""
-    system, values = judged[str(folder / stage)], dict(runs[stage])
+    system, values = systems[str(folder / stage)], dict(runs[stage])
     saved, name = values.pop("saved"), stage.partition(",")[0]
     if name == "reward":
-        return values | {"accuracy, %": 100 * system["accuracy"]["accuracy"]}
-    values["gold reward"] = system["rewards"]["gold"]["mean"]
+        assert system.accuracy
+        return values | {"accuracy, %": 100 * system.accuracy.accuracy}
+    values["gold reward"] = gold(system)
     if name != "sft":
-        values["KL, nats"] = system["kl"]["mean"]
-    good = [at for path, at in saved.items() if judged[path]["rewards"]["gold"]["mean"] >= GOOD]
+        assert system.generations
+        assert system.generations.kl
+        values["KL, nats"] = system.generations.kl.mean
+    good = [at for path, at in saved.items() if gold(systems[path]) >= GOOD]
     if good:
         values[UNTIL] = min(good) + sum(runs[earlier]["minutes"] for earlier in BEFORE[name])
     return values
+
+
+def gold(system: "System") -> float:
+    """The mean gold reward of a policy."""
+    assert system.gold_reward
+    return system.gold_reward.mean
 
 
 # ---- the table -----------------------------------------------------------------------------------

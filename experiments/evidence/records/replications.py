@@ -5,14 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.evaluation.accuracy import Interval
-from common.evaluation.records import REFERENCE
-from common.evaluation.results import (
-    GenerationSummary,
-    Results,
-    System,
-    read_results,
-    score_name,
-)
+from common.evaluation.records import REFERENCE, RESULTS
+from common.evaluation.results import GenerationSummary, Results, System, read_results, score_name
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.figures import accuracies_of, draw_accuracy, draw_reward, held_out
@@ -36,7 +30,7 @@ SCORES = ("", "implicit_reward", "logp")  # of a system's accuracy: the first th
 
 def evaluations(recorded: str) -> dict[str, Results]:
     """The results of evaluation, by seed."""
-    files = sorted((studies.RECORDS / recorded).glob("seed_*/evaluation/results.json"))
+    files = sorted((studies.RECORDS / recorded).glob(f"seed_*/evaluation/{RESULTS}"))
     return {file.parents[1].name.removeprefix("seed_"): read_results(file) for file in files}
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from common.evaluation.records import COMPLETIONS, read_completions
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 
 REWARDS = "rewards.jsonl"
@@ -10,19 +11,16 @@ NUM_SAMPLES = 3
 
 def keep_completions(folder: Path, new: Path) -> None:
     """Keep some texts of the first seed, and of all completions their rewards and stops."""
-    files = sorted(folder.glob("seed_*/evaluation/completions.jsonl"))
+    files = sorted(folder.glob(f"seed_*/evaluation/{COMPLETIONS}"))
     texts = read_jsonl(files[0])[:NUM_SAMPLES]
     write_atomically(new / "samples.jsonl", map(json_line, texts))
     for file in files:
         lines = [
             {
-                name: [
-                    {key: completion[key] for key in ("rewards", "stopped")}
-                    for completion in (first, *line["further"].get(name, ()))
-                ]
-                for name, first in line["systems"].items()
+                name: [{"rewards": g.rewards, "stopped": g.stopped} for g in prompt.all_of(name)]
+                for name in prompt.systems
             }
-            for line in read_jsonl(file)
+            for prompt in read_completions(file.parent)
         ]
         rewards = new / file.relative_to(folder).with_name(REWARDS)
         write_atomically(rewards, map(json_line, lines))

@@ -21,6 +21,8 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from assets.recipes.bench import quality
 from common.config.parser import parse
+from common.evaluation.accuracy import Interval, PreferenceAccuracy
+from common.evaluation.results import GenerationSummary, System
 from common.text.data_report import describe
 from common.text.reading import load_rows
 from common.text.schemas import Row
@@ -187,8 +189,11 @@ def test_a_run_starts_in_an_empty_folder_and_is_read(tmp_path, monkeypatch):
     assert result == first | {"step_seconds": [1.0, 1.5], "peak_mb": 5.0}
 
 
-def system(gold: float, kl: float = 0.5) -> dict[str, object]:
-    return {"rewards": {"gold": {"mean": gold}}, "kl": {"mean": kl}}
+def system(gold: float, kl: float = 0.5) -> System:
+    every = Interval(1.0, None, None)
+    kls = GenerationSummary(8.0, every, 1.0, every, None, 1.0, kl=Interval(kl, None, None))
+    mean = Interval(gold, None, None)
+    return System("", "policy", "", generations=kls, gold_reward=mean)
 
 
 RUNS = {
@@ -199,7 +204,7 @@ RUNS = {
 }
 JUDGED = {
     "x/sft": system(0.7),
-    "x/reward": {"accuracy": {"accuracy": 0.8}},
+    "x/reward": System("", "reward_model", "", accuracy=PreferenceAccuracy(0.8, 0.7, 0.9, 9, 0)),
     "x/dpo": system(0.85),
     "x/grpo": system(0.95, 3.0),
     **{"a": system(0.8), "b": system(0.89)},
@@ -255,7 +260,8 @@ def test_a_seed_is_made_anew_for_other_steps_and_on_another_commit(tmp_path, mon
         (log.parent / "left").write_text("of an earlier command")
 
     monkeypatch.setattr(quality, "FOLDER", tmp_path)
-    monkeypatch.setattr(quality, "chain", lambda *_: values)
+    monkeypatch.setattr(quality, "chain", lambda *_: None)
+    monkeypatch.setattr(quality, "judged", lambda _: values)
     monkeypatch.setattr(quality.processes, "run", start)
     monkeypatch.setattr(quality, "git_commit", lambda: commit[0])
     monkeypatch.setattr(quality.metadata, "version", lambda name: "1")

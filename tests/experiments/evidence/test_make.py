@@ -250,6 +250,7 @@ def test_of_completions_some_texts_and_every_reward_are_kept(tmp_path: Path):
     for seed in (0, 1):
         completion = {
             "completion": "a\u2028b",
+            "num_tokens": 3,
             "rewards": {"gold": float(seed)},
             "stopped": not seed,
         }
@@ -257,7 +258,8 @@ def test_of_completions_some_texts_and_every_reward_are_kept(tmp_path: Path):
         for folder in (file.parent, tmp_path / "new" / f"seed_{seed}" / "evaluation"):
             folder.mkdir(parents=True)
         further = {"sft": [completion | {"stopped": True}]}
-        lines = [{"id": n, "systems": {"sft": completion}, "further": further} for n in range(4)]
+        row = {"prompt": "p", "reference": None, "systems": {"sft": completion}}
+        lines = [{"id": n, **row, "further": further} for n in range(4)]
         write_atomically(file, map(json_line, lines))
     texts.keep_completions(tmp_path / "out", tmp_path / "new")
     samples = read_jsonl(tmp_path / "new" / "samples.jsonl")

@@ -3,11 +3,14 @@
 About `experiments.runs.outcomes` and `experiments.runs.sweep`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from common.evaluation.accuracy import Interval
+from common.evaluation.results import GenerationSummary, System
 from experiments.runs import replication
 from experiments.runs.outcomes import judges, outcome_of, over_seeds, seeds_interval
 from experiments.runs.sweep.effects import Effect
@@ -15,16 +18,19 @@ from experiments.runs.sweep.sweep_file import Variant
 
 
 def test_a_judge_is_known_by_its_name_whatever_it_gave():
-    half = {"mean": 0.5}
+    half = Interval(0.5, None, None)
     rewards = dict.fromkeys(("gold", "model", "other model", "style", "check"), half)
     rates = {"check": {"pass@1": half, "maj@4": half}}
-    policy = {"name": "sft", "rewards": rewards, "pass_rates": rates}
-    model = {"name": "model", "kind": "reward_model"}
-    systems = {"a": model, "b": policy | {"gold_reward": half, "reward": half}}
+    generations = GenerationSummary(8.0, half, 1.0, half, None, 1.0, rewards, rates)
+    policy = System("sft", "policy", "", generations=generations, gold_reward=half, reward=half)
+    systems = {"a": System("model", "reward_model", ""), "b": policy}
     names = ("other model", "style", "check/pass@1", "check/maj@4")
     assert judges(systems) == [f"judged/{name}" for name in names]
-    named = {"run": {"rewards": {"my/reward.py:style": half}}}
-    assert outcome_of("judged/style", Path("run"), named) == 0.5
+    named = replace(generations, rewards={"my/reward.py:style": half})
+    systems = {"run": replace(policy, generations=named)}
+    assert outcome_of("judged/style", Path("run"), systems) == 0.5
+    assert outcome_of("judged/check/maj@4", Path("run"), systems) == 50
+    assert outcome_of("judged/style", Path("other run"), systems) is None
 
 
 def test_a_family_of_intervals_holds_together():

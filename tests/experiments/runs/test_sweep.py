@@ -23,6 +23,8 @@ from transformers import AutoModelForSequenceClassification
 from common import advantages, distributed, padding
 from common.config.grpo import GRPOConfig
 from common.errors import UserError
+from common.evaluation.accuracy import Interval, PreferenceAccuracy
+from common.evaluation.results import Results, System, write_results
 from common.forward import Policy, RewardModel, sequence_scores
 from common.grpo import rollouts
 from common.model import fsdp, optim
@@ -97,10 +99,10 @@ def pretend(stage: Stage) -> None:
         systems = []
         for path in [*stage.flags["policies"], *stage.flags["reward_models"]]:
             value, _ = json.loads((Path(path).parent / "made_of.json").read_text())
-            interval = {"mean": value, "low": 0, "high": 1}
-            accuracy = {"accuracy": value, "low": 0, "high": 1}
-            systems.append({"path": path, "gold_reward": interval, "accuracy": accuracy})
-        (stage.output_dir / "results.json").write_text(json.dumps({"systems": systems}))
+            accuracy = PreferenceAccuracy(value, 0, 1, 9, 0)
+            reward = Interval(value, 0, 1)
+            systems.append(System("", "policy", path, accuracy=accuracy, gold_reward=reward))
+        write_results(Results(systems=systems), stage.output_dir)
     write_mark(stage.output_dir, description(stage))
 
 
