@@ -1,4 +1,4 @@
-"""Measured completions as the records keep them: one file for each policy of a seed.
+"""Measured completions as the records keep them: a policy of a seed is `METHOD/SETTING.json`.
 
 Next to the values of the experiment a record has the log-probs of the completions under the model
 that SFT started from, and shares of distinct words.
@@ -52,11 +52,14 @@ def keep_values(folder: Path, new: Path, *, with_texts: bool = False) -> None:
     for frontier in sorted(folder.glob("seed_*/frontier")):
         config = read_config(frontier)
         (seed,) = config["seeds"]
-        for name in ("pool", "policies"):
+        points = json.loads((frontier / "results.json").read_text(encoding="utf-8"))["points"]
+        policies = [(p["method"], p["setting"]) for p in points if p["method"] != "best_of_n"]
+        for name, parts in (("pool", [("pool", 0)]), ("policies", policies)):
             evaluation, skipped = frontier / f"seed_{seed}" / name, int(name == "policies")
             prompts = read_completions(evaluation)
             measured = read_measured(evaluation, config["missing_eos_penalty"])
-            for system, policy in list(measured.items())[skipped:]:  # its first one is SFT
+            of_parts = list(measured.items())[skipped:]  # the first of the policies is SFT
+            for (method, setting), (system, policy) in zip(parts, of_parts, strict=True):
                 drawn = [prompt.all_of(system) for prompt in prompts]
                 record = vars(policy) | {
                     "lengths": [[each.num_tokens for each in row] for row in drawn],
@@ -65,9 +68,8 @@ def keep_values(folder: Path, new: Path, *, with_texts: bool = False) -> None:
                     "texts": [[each.completion for each in row] for row in drawn],
                 }
                 text = json.dumps(kept(record, with_texts=with_texts), default=np.ndarray.tolist)
-                file = "pool" if name == "pool" else system.replace(" step ", "_")
-                folder_of_files = new / evaluation.parent.relative_to(folder) / "measured"
-                write_atomically(folder_of_files / f"{file}.json", [text + "\n"])
+                of_seed = new / evaluation.parent.relative_to(folder) / "measured"
+                write_atomically(of_seed / method / f"{setting:g}.json", [text + "\n"])
 
 
 keep_texts = partial(keep_values, with_texts=True)

@@ -191,10 +191,9 @@ def growth(parts: Sequence[str] = SEEDS) -> str:
 def measured(folder: Path) -> dict[str, dict[float, Recorded]]:
     """The measured policies of a seed, by method and setting; `pool` are those of SFT."""
     found: dict[str, dict[float, Recorded]] = {}
-    for file in folder.glob("frontier/seed_*/measured/*.json"):
-        method, _, setting = re.sub("_(?=beta|num)", " ", file.stem).rpartition("_")
+    for file in folder.glob("frontier/seed_*/measured/*/*.json"):
         record = Recorded.of(json.loads(file.read_text()))
-        found.setdefault(method or "pool", {})[float(setting) if method else 0] = record
+        found.setdefault(file.parent.name, {})[float(file.stem)] = record
     return {  # from the nearest setting to the farthest
         method: dict(sorted(found[method].items(), reverse=method == "dpo"))
         for method in sorted(found)

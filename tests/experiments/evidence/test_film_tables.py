@@ -130,25 +130,25 @@ def save_scores(folder: Path, seed: int) -> None:
 
 def save_policies(folder: Path, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    folder.mkdir(parents=True)
     start = generator.normal(size=PROMPTS)
     proxy = generator.normal(size=(PROMPTS, 64))
-    write(folder / "pool.json", 0 * proxy, np.repeat(start[:, None], 64, 1), proxy)
-    for name, factor in (("dpo", 1), ("grpo_beta=0.1", 2), ("grpo_beta=0.1_num_candidates=8", 2)):
+    write(folder / "pool/0.json", 0 * proxy, np.repeat(start[:, None], 64, 1), proxy)
+    for name, factor in (("dpo", 1), ("grpo beta=0.1", 2), ("grpo beta=0.1 num_candidates=8", 2)):
         for setting, kl in ((10, 1.0), (20, 4.0 if name != "dpo" else 0.25)):
             gold = start + factor * kl**0.5
             shape = np.ones((PROMPTS, 2))
-            write(folder / f"{name}_{setting}.json", kl * shape, gold[:, None] * shape, shape)
+            write(folder / name / f"{setting}.json", kl * shape, gold[:, None] * shape, shape)
 
 
 def write(path: Path, kl: np.ndarray, gold: np.ndarray, proxy: np.ndarray) -> None:
     number = proxy.shape[1]
     prompts = [f"Film review: number {i}" for i in range(PROMPTS)]
-    completions = [[f" {path.stem} {k}" for k in range(number)] for _ in prompts]
+    completions = [[f" {path.parent.name} {k}" for k in range(number)] for _ in prompts]
     values = {"gold": gold, "proxy": proxy, "log_ratio": kl, "lengths": 0 * gold + 5}
     lists = {name: value.tolist() for name, value in values.items()}
     lists |= {"fluency": lists["log_ratio"], "prompts": prompts, "texts": completions}
     record = measured_completions.kept(lists, with_texts="film-0" in path.parts)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))
 
 
@@ -192,7 +192,7 @@ def test_with_penalty_not_stopping_costs_gold_too(records):
     for seed in range(SEEDS):
         start = np.random.default_rng(seed).normal(size=PROMPTS)
         gold, proxy = start[:, None] + halves * [1, 100], halves * [1, film.PENALTY]
-        write(measured(records, seed) / "dpo_10.json", halves, gold, proxy)
+        write(measured(records, seed) / "dpo/10.json", halves, gold, proxy)
         expected.append(2 - np.mean((start + 1 + film.PENALTY) / 2 - start))
     cell = cells(film.differences(with_penalty=True))["GRPO - DPO"][0]
     assert cell.startswith(f"{np.mean(expected):+.2f} [")
@@ -203,7 +203,7 @@ def test_completions_that_did_not_stop_are_counted_with_their_gold_reward(record
     for seed in range(SEEDS):
         ones = np.ones((PROMPTS, 2))
         write(
-            measured(records, seed) / "rejection_16.json",
+            measured(records, seed) / "rejection/16.json",
             ones,
             ones * [5, seed],
             ones * [1, film.PENALTY],

@@ -156,9 +156,11 @@ def test_what_policies_wrote_is_measured_as_plain_transformers_measures_it(folde
 
 
 def check_measured(seed: Path) -> None:
-    files = Path("kept/seed_3/frontier/seed_3/measured").iterdir()
-    measured = {path.stem: json.loads(path.read_text()) for path in files}
-    assert set(measured) >= {"pool", "rejection_16", "dpo_0.03", "grpo_beta=0.1_num_candidates=9_2"}
+    root = Path("kept/seed_3/frontier/seed_3/measured")
+    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.json")}
+    measured = {name.removesuffix(".json"): json.loads(p.read_text()) for name, p in files.items()}
+    last = {"rejection/16", "dpo/0.03", "grpo beta=0.1 num_candidates=9/2"}
+    assert set(measured) >= {"pool/0", *last}
     assert len(measured) == 1 + 1 + 4 + 2 * 2
     tokenizer = AutoTokenizer.from_pretrained(seed / "sft/model")
     judges = {
@@ -170,7 +172,7 @@ def check_measured(seed: Path) -> None:
         "ref": AutoModelForCausalLM.from_pretrained(seed / "sft/model"),
     }
     prompts = [row["prompt"] for row in rows("sft/test")]
-    values = measured["dpo_0.03"]
+    values = measured["dpo/0.03"]
     assert values["prompts"] == prompts[:3]
     policies["pi"] = AutoModelForCausalLM.from_pretrained(seed / "frontier/seed_3/dpo_0.03/model")
     num_checked = 0
@@ -196,7 +198,7 @@ def check_measured(seed: Path) -> None:
     assert num_checked >= 2
     results = json.loads((seed / "frontier/results.json").read_text())
     points = {p["setting"]: p for p in results["points"] if p["method"] == "best_of_n"}
-    pool = measured["pool"]
+    pool = measured["pool/0"]
     expected = best_of_n(pool["proxy"], pool["gold"], [4])[0].mean()
     assert points[4]["gold"]["mean"] == pytest.approx(expected)
     assert points[4]["kl"]["mean"] == pytest.approx(best_of_n_kl(4))
