@@ -29,7 +29,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
     refuse_other_stage(config)
     goes_on = wanted in ("auto", "latest")
-    if distributed.from_rank0(goes_on and distributed.is_rank0() and is_finished(config)):
+    if distributed.from_rank0(goes_on and distributed.is_rank0() and is_trained(config)):
         raise signals.Stopped(
             f"finished before: {output_dir}/model; --resume_from_checkpoint none trains it again."
         )
@@ -78,7 +78,7 @@ def has_model(output_dir: Path) -> bool:
     return (output_dir / "model").is_dir() and any((output_dir / "model").iterdir())
 
 
-def is_finished(config: TrainConfig) -> bool:
+def is_trained(config: TrainConfig) -> bool:
     """Whether a run of the same config finished here, and what it read has not changed since."""
     output_dir = Path(config.output_dir)
     environment = read_config(output_dir, ENVIRONMENT)

@@ -120,7 +120,7 @@ def held(file: Path) -> Iterator[None]:
 
 
 def is_finished(stage: Stage) -> bool:
-    """Whether this very run is finished in its folder."""
+    """Whether the mark in its folder is of this very run: the same flags, patch and inputs."""
     return read_mark(stage.output_dir) == description(stage)
 
 
