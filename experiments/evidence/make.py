@@ -35,12 +35,11 @@ from experiments.evidence.records.studies import Record, Recording
 from experiments.runs.stages import exit_with_status
 
 STARTS = "starts.json"
-# The code of figures, as git's paths; a test checks that these modules import no other tests.
+# The code of figures, as git's paths; a part may name more
 CODE = (
     *(":(glob)*.py", "common", "assets/recipes", "assets/requirements.lock", "experiments"),
     *(f":(exclude)experiments/evidence/{name}" for name in ("records", "make.py", "tables.py")),
     *(f":(exclude)assets/recipes/*/{name}" for name in ("record.yaml", "tables.py")),
-    *("tests/fault_drill.py", "tests/variants.py", "tests/support/ranks.py"),
 )
 PACKAGES = ("torch", "transformers", "numpy", "trl")
 
@@ -159,9 +158,10 @@ def write_json(file: Path, value: object) -> None:
 
 def code_commit() -> str:
     """The last commit that changed `CODE`. Exits with a sentence where the tree differs from it."""
-    if changed := git("status", "--porcelain", "--", *CODE):
+    paths = [*CODE, *(path for each in studies.recordings().values() for path in each.code)]
+    if changed := git("status", "--porcelain", "--", *paths):
         sys.exit(f"error: a record is of a commit; commit or undo first:\n{changed}")
-    return git("log", "-1", "--format=%H", "--", *CODE)
+    return git("log", "-1", "--format=%H", "--", *paths)
 
 
 def worktree(commit: str) -> Path:

@@ -40,6 +40,7 @@ RECIPES = {  # rows, batch size, steps, peak learning rate, warmup steps, AdamW'
     "dpo": (3_200, 32, 100, 1e-4, 10, 0.999, 0.0),
     "grpo": (4_000, 8, 60, 1e-4, 5, 0.999, 0.0),
 }
+SHAPE = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "initializer_range": 0.06}
 
 
 @dataclass
@@ -321,8 +322,7 @@ def main() -> None:
     tokenizer = synthetic.train_tokenizer()
     kinds = ("sft", "preference", "prompts")
     summaries, pairs, prompts = (read_rows(tokenizer, f, kind, "train") for kind in kinds)
-    config = GPT2Config.from_json_file("assets/recipes/demo/gpt2-tiny.json")
-    config.update({"vocab_size": len(tokenizer), "bos_token_id": STOP, "eos_token_id": STOP})
+    config = GPT2Config(**SHAPE, vocab_size=len(tokenizer), bos_token_id=STOP, eos_token_id=STOP)
     config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})  # Huang et al. 2024
     torch.manual_seed(noise.derive_seed(f.seed, "model initialisation"))
     start = Policy(config)

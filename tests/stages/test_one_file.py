@@ -260,6 +260,8 @@ def test_evaluation(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_defaults_are_the_demo_s() -> None:
     recipes, f, configs = ROOT / "assets/recipes/demo", Flags(), {}
+    model = json.loads((recipes / "gpt2-tiny.json").read_text())
+    assert model == one_file.SHAPE | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     all_rows = {"sft": synthetic.DEFAULT_ROWS["sft"], "grpo": synthetic.DEFAULT_ROWS["prompts"]}
     for stage, (num_rows, *recipe) in one_file.RECIPES.items():
         argv = ["--config", str(recipes / f"{stage}.yaml")]
@@ -294,7 +296,6 @@ def test_the_command(scripts, monkeypatch, capsys):
     monkeypatch.setattr(synthetic, "train_tokenizer", lambda: scripts.tokenizer)
     flags = ["--num_prompts", "4", "--max_completion_length", "8"]
     monkeypatch.setattr("sys.argv", ["one_file", *flags])
-    monkeypatch.chdir(ROOT)
     one_file.main()
     head, *lines = capsys.readouterr().out.strip().splitlines()[-5:]
     assert [line.split()[0] for line in (head, *lines)] == ["stage", *one_file.RECIPES]

@@ -35,6 +35,7 @@ class Recording:
     folder: str = ""  # that it writes to, if not {out}
     needs: Sequence[str] = ()  # what only another part or a download makes
     reads: Sequence[str] = ()  # recipes that the command does not name
+    code: Sequence[str] = ()  # Python files of its command that are in `tests`
     stages: Sequence[str] = STAGES  # whose trajectories decide the figures; none: the commit does
     threads: int = 1  # of each process
     takes_gpu: bool = False  # if there is one

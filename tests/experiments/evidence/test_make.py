@@ -190,7 +190,8 @@ def test_a_part_that_lacks_an_input_is_left_out(tree: Path, capsys: pytest.Captu
 
 
 def test_the_code_of_a_record_imports_no_other_test():
-    paths = [path for path in make.CODE if path.startswith("tests/")]
+    paths = {path for recording in PARTS.values() for path in recording.code}
+    assert paths
     modules = {path.removesuffix(".py").replace("/", ".") for path in paths}
     files = [studies.ROOT / path for path in paths]
     files += studies.ROOT.glob("experiments/**/*.py")
