@@ -1,7 +1,7 @@
 """Numbers that go bad stop a run before they change a parameter, and are named.
 
 A loss or gradient that is not finite ends the run with the step, the ranks and the rows. What fails
-behind the last step leaves the model. About `common.run` and `common.checkpoint`.
+behind the last step leaves the model. About `common.checkpoint` and `common.run`.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 Targets: plain loops over single rows. Reward models used as reward functions give the rewards of
 the reward model itself, of the policy's ids where vocabularies agree and of the text where not.
-About `common.scoring`, `common.evaluation.accuracy` and `common.evaluation.pair_scores`.
+About `common.evaluation.accuracy`, `common.evaluation.pair_scores` and `common.scoring`.
 """
 
 import math

@@ -86,15 +86,24 @@ def test_functions_are_short():
                 assert node.end_lineno - node.lineno < most, (path.name, node.name)
 
 
+def room_of(module: str) -> Path:
+    """The room of `tests/` for a module: the innermost that mirrors a package it is in."""
+    path = Path(*module.removeprefix("common.").split("."))
+    return next(room for room in (path, *path.parents) if (ROOT / "tests" / room).is_dir())
+
+
 def test_every_test_file_says_what_it_is_about_and_every_module_has_one():
     for file in ROOT.glob("tests/**/test_*.py"):
         names, room = about(file), file.parent.relative_to(ROOT / "tests")
         assert names, file
         is_mirrored = (ROOT / "common" / room).is_dir() or (ROOT / room).is_dir()
         assert is_mirrored or str(room) in ("house", "stages"), room
+        first = next((name for name in names if name.startswith(("common.", "experiments."))), "")
+        assert not first or room in (room_of(first), Path("house"), Path("stages")), (file, first)
         for name in names:
             path = ROOT / name.replace(".", "/")
-            assert (ROOT / name).exists() or path.is_dir() or path.with_suffix(".py").exists(), name
+            is_module = "/" not in name and (path.is_dir() or path.with_suffix(".py").is_file())
+            assert is_module or (ROOT / name).is_file(), (file, name)
     tests = files_of_modules()
     paths = [path for path in [*MODULES, *EXPERIMENTS] if path.stem != "__init__"]
     assert set(map(dotted, paths)) <= tests.keys()

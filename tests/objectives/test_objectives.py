@@ -1,6 +1,6 @@
 """Claim: an objective is one file, built in or a user's, and a broken one is refused.
 
-About `common/objectives`. Every built-in file has a golden case, a line of exact optima and a row
+About `common.objectives`. Every built-in file has a golden case, a line of exact optima and a row
 in "Names in papers". The example of docs/objectives.md trains, resumes to the same weights, and is
 evaluated as it was trained.
 """

@@ -1,8 +1,8 @@
 """Claims: a failing rank ends all of them, in time, and torchrun names it as the first.
 
 On two processes under torchrun: one that raises, one that is killed, one that hangs. Ranks with
-unequal rows, or with none at all, make the steps that one process makes. About `common.launch` and
-`common.shutdown`.
+unequal rows, or with none at all, make the steps that one process makes. About
+`common.shutdown` and `common.launch`.
 """
 
 import json

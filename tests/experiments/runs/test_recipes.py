@@ -4,7 +4,7 @@ The stages run in order in a working directory where small stand-ins bear the na
 uses: `gpt2` is a random model of two layers, `trl-lib/tldr` a folder of twelve rows. So the names,
 the columns and the folders that one stage hands to the next are the recipe's own; only the number
 of steps and the batch sizes are smaller. The chain of `demo` runs in `test_replicate.py`. About
-`common.config.recipes` and `experiments.sample_pairs`.
+`experiments.runs.stages`, `common.config.recipes` and `experiments.sample_pairs`.
 """
 
 import gzip
