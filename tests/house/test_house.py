@@ -110,6 +110,14 @@ def test_every_test_file_says_what_it_is_about_and_every_module_has_one():
     assert all(tests.values())
 
 
+def test_mypy_can_check_every_study():
+    """A folder with a hyphen is no package: its modules are at the top, so their names are one."""
+    files = ROOT.glob("assets/recipes/*-*/*.py")
+    names = [file.name for file in files]
+    advice = "name a study that has Python files by underscores, as `my_study`"
+    assert len({*names}) == len(names), advice
+
+
 def test_the_version_is_that_of_pyproject():
     (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
