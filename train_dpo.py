@@ -53,7 +53,7 @@ def main(config: DPOConfig) -> None:
     train_set, eval_set = reading.load_splits(config, "preference", vocabulary)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, train_set)
-    by_prompt = {pair.prompt: pair for pair in eval_set or train_set}  # one for a table
+    by_prompt = {pair.prompt: pair for pair in eval_set or train_set}  # tables show a prompt once
     shown = [*by_prompt.values()][: config.num_sample_prompts]
 
     # Frozen reference, which scores the pairs ahead of training and leaves the memory
@@ -96,7 +96,7 @@ def main(config: DPOConfig) -> None:
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )
-        # Of all micro-batches and ranks, which sum gradients (`fsdp.shard`): this makes the mean
+        # Of all micro-batches and ranks: sums over ranks (`fsdp.shard`), divided by it, are means
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
         batch_losses = []  # one of each micro-batch, to be checked
         for batch in run.micro_batches(batches):

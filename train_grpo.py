@@ -6,7 +6,7 @@ r"""GRPO: sample a group of completions per prompt, keep some, push up those abo
                                                                 eq. 3; KL by k3, eq. 4
 
 One step is one rollout: every prompt gets `num_candidates` completions, the rewards are computed,
-statistical rejection sampling keeps `num_generations` of more, their advantages are optionally
+statistical rejection sampling keeps `num_generations` of them, their advantages are optionally
 normalised again over all that were kept on all ranks, and `num_iterations` updates are made on each
 of `num_minibatches`. Policy objectives and advantages are files of `common/objectives`, or yours;
 each other variant is one flag, defined in `common/config/grpo.py`. The objects of a step, in the

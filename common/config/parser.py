@@ -71,7 +71,7 @@ def describe_objectives(kinds: Sequence[Any], given: Mapping[str, Any]) -> str:
     texts = []
     for kind in kinds:
         texts.append(f"files for --{kind.flag}: {', '.join(kind.built_in())}")
-        for function in kind.find(as_list(given.get(kind.flag, []))).functions:
+        for function in kind.find([n for n in as_list(given.get(kind.flag, [])) if n]).functions:
             texts.append(f"settings of {function.name}:")
             items = function.settings.items()
             texts += [f"  {name}={value} ({type(value).__name__})" for name, value in items]
@@ -128,37 +128,41 @@ def recipe_arguments(
 
     A UserError for a key or a value that no command line could have.
     """
-    arguments, file = [], given.get("config")
+    file, values = given.get("config"), dict[str, list[str]]()
     if unknown := [key for key in recipe if key not in fields]:
         raise UserError(f"--config {file} has the unknown key {answer(unknown, list(fields))}.")
-    for key, value in without_replaced(recipe, fields, given, kinds).items():
-        is_list = isinstance(fields[key].metadata["default"], list)
-        items = value if isinstance(value, list) and is_list else [value]
-        if not all(isinstance(item, str) for item in items):
+    lists = {name for name, field in fields.items() if isinstance(field.metadata["default"], list)}
+    for key, value in recipe.items():
+        values[key] = value if isinstance(value, list) and key in lists else [value]
+        if not all(isinstance(item, str) for item in values[key]):
             raise UserError(f"--config {file} gives {value} for {key!r}; it must be one value.")
+    arguments = []
+    for key, items in without_replaced(values, fields, given, kinds).items():
         # A single value may begin with a dash: it is one argument with its flag
-        arguments += [f"--{key}", *items] if is_list else [f"--{key}={value}"]
+        arguments += [f"--{key}", *items] if key in lists else [f"--{key}={items[0]}"]
     return arguments
 
 
 def without_replaced(
-    recipe: Values, fields: Values, given: Values, kinds: Sequence[Any]
-) -> dict[str, Any]:
-    """A recipe without settings of functions that the flags `given` replace, which it prints."""
+    recipe: Mapping[str, list[str]], fields: Values, given: Values, kinds: Sequence[Any]
+) -> dict[str, list[str]]:
+    """A recipe without settings of functions that the flags `given` replace; prints those."""
     kept, replaced = set[str](), set[str]()
+    defaults = {name: [*map(str, as_list(f.metadata["default"]))] for name, f in fields.items()}
     for kind in kinds:
-        before = as_list(recipe.get(kind.flag, fields[kind.flag].metadata["default"]))
+        before = recipe.get(kind.flag, defaults[kind.flag])
         now = as_list(given.get(kind.flag, before))
         replaced.update([*kind.flags, "loss_weights"] if now != before else [])
         stay = [name for name in now if name and name in before]
         kept.update(kind.optional, *(kind.function_of(name).settings for name in stay))
-    values = {name: value for name, value in recipe.items() if name not in replaced - kept}
-    gone = [f"{name}={recipe[name]}" for name in recipe if recipe[name] and name not in values]
+    values = {name: items for name, items in recipe.items() if name not in replaced - kept}
+    left_out = {n: recipe[n] for n in recipe if n not in values and recipe[n] != defaults[n]}
+    texts = [f"{name}={' '.join(items)}" for name, items in left_out.items()]
     if replaced and "objective_args" in recipe:
-        arguments = as_list(recipe["objective_args"])
+        arguments = recipe["objective_args"]
         values["objective_args"] = [text for text in arguments if text.partition("=")[0] in kept]
-        gone += [text for text in arguments if text not in values["objective_args"]]
-    if gone:
+        texts += [text for text in arguments if text and text not in values["objective_args"]]
+    if texts:
         where = f"{given['config']}, whose objective the command line replaces"
-        distributed.print_rank0(f"not taken from {where}: {', '.join(gone)}")
+        distributed.print_rank0(f"not taken from {where}: {', '.join(texts)}")
     return values

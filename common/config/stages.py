@@ -204,9 +204,7 @@ class SamplingConfig(CommonConfig):
     """The flags of every stage that samples."""
 
     _speed: ClassVar = flags.SPEED
-    generation_batch_size: int = free_flag(
-        64, "completions decoded at once; not given: by a GPU's memory", gt=0
-    )
+    generation_batch_size: int = free_flag(64, "completions at once; on a GPU by its memory", gt=0)
     cuda_graphs: bool = free_flag(True, "replay sampling's steps on a GPU as a captured graph")
 
 

@@ -176,7 +176,7 @@ def write_results(results: Results, output_dir: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read a `results.json`, also one of an older version."""
+    """Read a `results.json`; it may lack what has a default, as one of an older version does."""
     values = json.loads(path.read_text(encoding="utf-8"))
     for system in values["systems"]:
         system["generations"] = system if "length" in system else None

@@ -171,6 +171,8 @@ def test_files_and_tests_that_a_page_names_exist(page: Path) -> None:
     file = None  # the last that was named: a bare `test_y` belongs to it
     for name, is_file in re.findall(r"\b(test_\w+)(\.py)?\b", text):
         if is_file:
-            (file,) = (ROOT / "tests").rglob(f"{name}.py")
+            files = list((ROOT / "tests").rglob(f"{name}.py"))
+            assert len(files) == 1, name
+            file = files[0]
         elif file:  # before, it is a flag
             assert f"def {name}(" in file.read_text(), (file, name)

@@ -9,9 +9,11 @@ import torch
 from tests.map import ROOT, modules
 
 SOURCES = {name: (ROOT / f"{name.replace('.', '/')}.py").read_text() for name in modules()}
+WITH_EXAMPLES = [name for name, text in SOURCES.items() if ">>> " in text]
+assert "common.padding" in WITH_EXAMPLES
 
 
-@pytest.mark.parametrize("name", [name for name, text in SOURCES.items() if ">>> " in text])
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_the_examples_of_a_module(name: str):
     module = import_module(name)
     tests = doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs={"torch": torch})

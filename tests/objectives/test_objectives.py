@@ -406,7 +406,7 @@ def test_weights_and_settings_of_losses_go_with_them(tmp_path: Path, capsys: Any
     words = ["--config", str(recipe), *required, "--loss_type"]
     one = parse(DPOConfig, [*words, "sigmoid"])
     assert (one.loss_weights, one.label_smoothing, one.beta) == ([], 0.1, 0.2)
-    assert capsys.readouterr().out.endswith("replaces: loss_weights=['1', '0.5']\n")
+    assert capsys.readouterr().out.endswith("replaces: loss_weights=1 0.5\n")
     other = parse(DPOConfig, [*words, "robust"])
     assert (other.label_smoothing, other.beta) == (0.0, 0.2)
     assert "label_smoothing=0.1" in capsys.readouterr().out

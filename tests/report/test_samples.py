@@ -46,6 +46,7 @@ def judge(prompts, completions, completion_ids, trainer_state, log_metric, log_e
     log_extra("tokens", [len(ids) for ids in completion_ids])
     return [len(set(text)) / 10 for text in completions]
 """
+PROMPTS = [*"aaabacaa"]  # of the pairs
 STAGES = {
     "grpo": {"num_generations": 3, "beta": 0.1, "logging_steps": 2},
     "dpo": {"beta": 0.1},
@@ -59,11 +60,15 @@ def runs(
 ) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("records")
     (folder / "judge.py").write_text(JUDGE)
+    pairs = [{"prompt": p, "chosen": f" {n} b", "rejected": " a"} for n, p in enumerate(PROMPTS)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
     def job(stage: str, number: int) -> dict[str, Any]:
         flags = COMMON | start_flags | STAGES[stage] | {"output_dir": folder / str(number) / stage}
         if stage == "grpo":
             flags |= {"reward_funcs": f"{folder}/judge.py:judge"}
+        if stage == "dpo":
+            flags |= {"dataset_name": folder / "pairs.jsonl"}
         return {"stage": stage, "flags": {name: str(value) for name, value in flags.items()}}
 
     jobs = {number: [job(stage, number) for stage in STAGES] for number in (1, 2)}
@@ -81,6 +86,11 @@ def test_the_number_of_ranks_changes_no_record(runs: dict[int, Path]) -> None:
             for name, value in here.items():
                 if name != "advantage":
                     assert value == there[name], (stage, name)
+
+
+def test_a_prompt_of_several_pairs_is_shown_once(runs: dict[int, Path]) -> None:
+    shown = [row["prompt"] for row in read_jsonl(runs[1] / "dpo" / "samples.jsonl")]
+    assert shown == 2 * ["a", "b"]  # at both steps
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
