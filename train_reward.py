@@ -93,7 +93,7 @@ def main(config: RewardConfig) -> None:
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )
-        # Of all micro-batches and ranks: sums over ranks (`fsdp.shard`), divided by it, are means
+        # Over all micro-batches and ranks: ranks sum their gradients (`fsdp.shard`)
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
         batch_losses = []  # one of each micro-batch, to be checked
         for batch in run.micro_batches(batches):

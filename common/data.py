@@ -85,7 +85,7 @@ class PromptGroup:
     """Completions of one prompt that go through a forward pass together."""
 
     prompt_ids: list[int]  # never empty
-    completions: list[list[int]]  # K lists of ids, with their stop tokens
+    completions: list[list[int]]  # K lists of ids, with stop token unless truncated
     slots: list[int]  # K indices of the completions in the caller's tensors; empty in a filler
     weight: int = 1  # rows that it counts as in `micro_batch_size`
     row: int = -1  # index of the prompt's row of those read; -1 if unknown

@@ -137,7 +137,7 @@ class Pairs:
 
     @property
     def indices(self) -> Tensor:
-        """(N,) int64, each pair's index among the examples; 0 if it is not real."""
+        """(N,) int64, each pair's index in the examples; 0 if it is not real."""
         return self.batch.slots[::2] // 2
 
     @property

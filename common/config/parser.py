@@ -146,7 +146,7 @@ def recipe_arguments(
 def without_replaced(
     recipe: Mapping[str, list[str]], fields: Values, given: Values, kinds: Sequence[Any]
 ) -> dict[str, list[str]]:
-    """A recipe without settings of functions that the flags `given` replace; prints those."""
+    """A recipe without the settings of functions that `given` replaces; prints what it removes."""
     kept, replaced = set[str](), set[str]()
     defaults = {name: [*map(str, as_list(f.metadata["default"]))] for name, f in fields.items()}
     for kind in kinds:
@@ -156,8 +156,8 @@ def without_replaced(
         stay = [name for name in now if name and name in before]
         kept.update(kind.optional, *(kind.function_of(name).settings for name in stay))
     values = {name: items for name, items in recipe.items() if name not in replaced - kept}
-    left_out = {n: recipe[n] for n in recipe if n not in values and recipe[n] != defaults[n]}
-    texts = [f"{name}={' '.join(items)}" for name, items in left_out.items()]
+    removed = [name for name in recipe if name not in values and recipe[name] != defaults[name]]
+    texts = [f"{name}={' '.join(recipe[name])}" for name in removed]
     if replaced and "objective_args" in recipe:
         arguments = recipe["objective_args"]
         values["objective_args"] = [text for text in arguments if text.partition("=")[0] in kept]

@@ -47,7 +47,7 @@ class Denominators(NamedTuple):
 
 
 class UpdatePlan(NamedTuple):
-    """The completions of one minibatch, in batches, of which every rank has the same number."""
+    """The completions of one minibatch, in batches; every rank has the same number of them."""
 
     batches: list[AnyBatch]  # on the device
     denominators: Denominators

@@ -21,8 +21,8 @@ def load_splits(
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """The training and the held-out examples of a command; the latter [] where there are none.
 
-    A pair's completions are [chosen, rejected], each with its stop token unless truncated. `kind`
-    is `load_examples`'s. Prints the first row of SFT on conversations as it is trained. Collective.
+    `kind` as in `load_examples`. A pair's completions are [chosen, rejected], each with its stop
+    token unless truncated. SFT on conversations prints its first row as trained. Collective.
     """
     name, split = config.dataset_name, config.dataset_train_split
     held_out = _noted_held_out_split(config, name)
