@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,13 @@ from common.errors import UserError
 NOT_MEASURED = "\N{EN DASH}"
 LINE_BREAK = re.compile(r"\r\n|[\n\v\f\r\x85\u2028\u2029]")
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+# Format characters that texts need: soft hyphen, zero width space, non-joiner and joiner, marks of a
+# direction (which reorder no letters), word joiner; and Arabic signs before a number, which are seen.
+SPELLING = frozenset(
+    "\u00ad\u200b\u200c\u200d\u200e\u200f\u061c\u2060"
+    "\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u0890\u0891\u08e2"
+)
+EMPTY = "(empty)"
 SHOWN = 120  # characters of a text in `wrapped_table`
 
 
@@ -35,8 +43,29 @@ def format_cell(value: Any) -> str:
         return NOT_MEASURED
     if isinstance(value, float):
         return format_number(value)
-    text = LINE_BREAK.sub("\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}", str(value))
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return printable(LINE_BREAK.sub("\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}", str(value)))
+
+
+def printable(text: str, controls: str = "") -> str:
+    """Text in which characters that a screen would obey, or hide, are replaced.
+
+    These are controls but for `controls`, what overrides or embeds a direction of writing, lone
+    surrogates, and characters without a meaning in Unicode. Spaces of every kind stay, and so does
+    what words of Persian, Hindi or Khmer and emojis are spelled with.
+    """
+    hidden = (ord(c) for c in set(text) if c not in controls and not is_written(c))
+    return text.translate(dict.fromkeys(hidden, "\N{REPLACEMENT CHARACTER}"))
+
+
+def is_written(character: str) -> bool:
+    """Whether texts are written with the character; Python calls spaces but " " unprintable."""
+    is_space = unicodedata.category(character) == "Zs"
+    return is_space or character.isprintable() or character in SPELLING
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: it has spaces and invisible characters only."""
+    return all(character.isspace() or character in SPELLING for character in text)
 
 
 def line_width() -> int:
@@ -64,12 +93,13 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int) -> str:
 
     Columns are the keys of the rows, in order of first appearance; a missing key is an en dash.
     Heads break after a slash. Of a long prompt (a column whose name starts with "prompt") the end
-    is shown, with its cue, of any other text the beginning.
+    is shown, with its cue, of any other text the beginning; a blank one is `EMPTY`.
     """
     columns = []
     for name in dict.fromkeys(key for row in rows for key in row):
         is_number = all(isinstance(row.get(name), int | float | None) for row in rows)
         texts = [format_cell(row.get(name)).strip() for row in rows]
+        texts = [EMPTY if is_blank(text) else text for text in texts]
         if name.startswith("prompt"):
             texts = [t if len(t) <= SHOWN else ELLIPSIS + t[-SHOWN:] for t in texts]
         else:

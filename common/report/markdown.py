@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 
-from common.record.terminal import markdown_table
+from common.record.terminal import EMPTY, is_blank, markdown_table, printable
 from common.report.blocks import Block, Picture, Sample, SampleBrowser, Section, Table
 
 WIDEST_CELL = 40  # characters; a table with longer texts is not padded, no terminal is that wide
@@ -16,7 +16,7 @@ def page(title: str, facts: Mapping[str, str], blocks: Sequence[Block], folder: 
     """The whole document; paths are relative to the folder in which it will be."""
     line = ", ".join(f"{name} {value}" for name, value in facts.items())
     texts = [f"# {without_html(title)}", without_html(line), *paragraphs(blocks, folder)]
-    return "\n\n".join(filter(None, texts)) + "\n"
+    return printable("\n\n".join(filter(None, texts)) + "\n", controls="\n\t")
 
 
 def paragraphs(blocks: Sequence[Block], folder: Path, level: int = 2) -> list[str]:
@@ -80,7 +80,7 @@ def completions(sample: Sample) -> list[str]:
     """A prompt in a block of code that it cannot end, and a table of its completions."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", sample.prompt)), default=0))
     rows = [
-        (moment, each.label, each.text if each.text.strip() else "*(empty)*", each.note)
+        (moment, each.label, f"*{EMPTY}*" if is_blank(each.text) else each.text, each.note)
         for moment, answers in sample.frames.items()
         for each in answers
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.record.run_folder import ENVIRONMENT, read_config
-from common.record.terminal import NOT_MEASURED
+from common.record.terminal import EMPTY, NOT_MEASURED, is_blank, printable
 from common.report import markdown
 from common.report.blocks import Block, Section, Table
 
@@ -33,7 +33,7 @@ def write_page(
     output_dir.mkdir(parents=True, exist_ok=True)
     files = {
         output_dir / "report.html": html_page(title, facts, blocks),
-        output_dir / "report.md": printable(markdown.page(title, facts, blocks, output_dir)),
+        output_dir / "report.md": markdown.page(title, facts, blocks, output_dir),
     }
     for file, text in files.items():
         # A lone surrogate, which JSON may hold, is no character that a file could.
@@ -52,12 +52,6 @@ def run_facts(run_dir: Path) -> dict[str, str]:
         "GPU": environment.get("gpu"),
     }
     return {name: str(value) for name, value in facts.items() if value not in (None, "")}
-
-
-def printable(text: str) -> str:
-    """Text of several lines in which what a screen would obey or not show is replaced."""
-    hidden = (ord(c) for c in set(text) if not c.isprintable() and c not in "\n\t")
-    return text.translate(dict.fromkeys(hidden, "\N{REPLACEMENT CHARACTER}"))
 
 
 # --- HTML ---
@@ -88,6 +82,8 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         "png": png,
         "slug": lambda title: re.sub(r"\W+", "-", title.lower()).strip("-") or "section",
     }
+    environment.tests["blank"] = is_blank
+    environment.globals["empty"] = EMPTY
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
     text = environment.get_template("page.html").render(
         title=title,
@@ -98,7 +94,7 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-    return printable(text)
+    return printable(text, controls="\n\t")
 
 
 def numeric(table: Table) -> list[bool]:

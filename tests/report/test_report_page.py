@@ -2,7 +2,7 @@
 
 In a browser: no error on the console, nothing from the network, pictures there, no page that is
 wider than a phone, samples and steps to leaf through. About `common.report.page`,
-`common.report.blocks` and `common.report.markdown`.
+`common.report.blocks`, `common.report.markdown` and `common.record.terminal`.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from common.record.terminal import wrapped_table
 from common.report.blocks import Completion, Picture, Sample, SampleBrowser, Section, Table
 from common.report.page import html_page, run_facts, write_page
 
@@ -90,6 +91,45 @@ def test_what_a_model_wrote_is_text_wherever_it_stands(tmp_path: Path) -> None:
     assert evil.text.count(visible) >= plain.text.count("Plain") > 10
     for character in "\x00\x1b\u202e\ud800":
         assert character not in evil.text
+
+
+WRITTEN = {
+    "Persian": "می\u200cخواهم \u200fکتاب\u200cها",
+    "Hindi": "क्\u200dष",
+    "Khmer": "ភាសា\u200bខ្មែរ",
+    "Japanese": "今日は\u3000晴れ",
+    "French": "Vraiment\u202f? «\u00a0oui\u00a0»",
+    "German": "Donau\u00addampf",
+    "an emoji": "\U0001f469\u200d\U0001f467",
+}
+OBEYED = "\x00\x07\x1b\x7f\x9b\u202a\u202e\u2066\u2069\ud800\U000e0041"
+
+
+@pytest.mark.parametrize("text", WRITTEN.values(), ids=WRITTEN.keys())
+def test_words_keep_what_they_are_spelled_with(tmp_path: Path, text: str) -> None:
+    browser = SampleBrowser([Sample(text, {"": [Completion("a", text)]})])
+    html, markdown = write_page(tmp_path, text, [Table(["a"], [[text]]), browser], {})
+    assert html.read_text().count(text) == 5  # the title is there twice
+    assert text in markdown.read_text()
+    assert wrapped_table([{"completion": text}], 80).splitlines()[-1] == text
+
+
+@pytest.mark.parametrize("character", OBEYED)
+def test_what_a_screen_would_obey_is_replaced(tmp_path: Path, character: str) -> None:
+    browser = SampleBrowser([Sample(character, {"": [Completion("a", f"b{character}")]})])
+    pages = write_page(tmp_path, "T", [Table(["a"], [[f"a{character}"]]), browser], {})
+    shown = [page.read_text() for page in pages] + [wrapped_table([{"a": f"a{character}"}], 80)]
+    assert all(character not in text and "\ufffd" in text for text in shown)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\u200b \u3000"])
+def test_a_completion_that_shows_nothing_is_said_to_be_empty(tmp_path: Path, text: str) -> None:
+    browser = SampleBrowser([Sample("A prompt", {"": [Completion("a", text)]})])
+    html, markdown = write_page(tmp_path, "T", [browser], {})
+    assert '<em class="empty">(empty)</em>' in html.read_text()
+    assert "*(empty)*" in markdown.read_text()
+    rows = [{"prompt": "a", "completion": text, "reward": 0.5}]
+    assert wrapped_table(rows, 80).splitlines()[-1].split() == ["a", "(empty)", "0.5"]
 
 
 def test_texts_of_a_model_become_no_links_and_obey_no_terminal(tmp_path: Path) -> None:
@@ -203,6 +243,7 @@ window.addEventListener("load", () => {{
   document.title = "RESULT" + JSON.stringify({{
     overflow: root.scrollWidth - root.clientWidth,
     width: inside.innerWidth,
+    cut: all(".scroll").filter((box) => box.scrollWidth > box.clientWidth).length,
     pictures: all("img").map((image) => image.naturalWidth),
     background: inside.getComputedStyle(inside.document.body).backgroundColor,
     before, second,
@@ -245,6 +286,17 @@ def test_a_browser_shows_it(tmp_path: Path, width: int, dark: bool) -> None:
     assert page["before"] == [1, 1]  # one sample, at one step
     assert page["second"] == "second"
     assert page["moment"] == "step 10"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed here")
+def test_a_table_of_many_intervals_is_not_cut(tmp_path: Path) -> None:
+    """Eight measures on a laptop's screen: their intervals are below the numbers."""
+    headers = ["system", *("measure [95% CI]" for _ in range(8))]
+    row = ["a system's long name", *["-10.0 [-12.3, -9.5]"] * 8]
+    samples = every_block(tmp_path)[-1]
+    write_page(tmp_path, "T", [Table(headers, [row] * 3), samples], {})
+    page, _ = in_chromium(tmp_path, 1280, dark=False)
+    assert page["cut"] == 0
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed here")
