@@ -10,7 +10,7 @@ from common.evaluation.accuracy import Interval, PreferenceAccuracy
 from common.evaluation.records import RESULTS, typed
 
 Rates = dict[str, Interval | None]
-MODEL_SCORE = "Reward-model score of completions"
+MODEL_REWARD = "Reward of completions"  # by the first reward model
 
 
 def score_name(system: str, score: str) -> str:
@@ -154,12 +154,17 @@ def reward_functions(systems: Sequence[System]) -> list[str]:
     return [judge for judge in judges if judge not in others]
 
 
+def reward_model(systems: Sequence[System]) -> str:
+    """The name of the first reward model, whose rewards are the `reward` of systems."""
+    return next((s.name for s in systems if s.kind == "reward_model"), "reward")
+
+
 def main_reward(systems: Sequence[System]) -> tuple[str, Rates]:
     """A title, and by system the gold reward, else a reward function, else the model's; or none."""
     choices = {"Gold reward of completions": [s.gold_reward for s in systems]}
     for judge in reward_functions(systems):
         choices[f"Reward {judge!r}"] = [s.rewards.get(judge) for s in systems]
-    choices[MODEL_SCORE] = [s.reward for s in systems]
+    choices[MODEL_REWARD] = [s.reward for s in systems]
     for title, intervals in choices.items():
         if any(intervals):
             return title, dict(zip((s.name for s in systems), intervals, strict=True))

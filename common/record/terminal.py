@@ -15,8 +15,8 @@ from common.errors import UserError
 NOT_MEASURED = "\N{EN DASH}"
 LINE_BREAK = re.compile(r"\r\n|[\n\v\f\r\x85\u2028\u2029]")
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
-# Format characters that texts need: soft hyphen, zero width space, non-joiner and joiner, marks of a
-# direction (which reorder no letters), word joiner; and Arabic signs before a number, which are seen.
+# Format characters that texts need: soft hyphen, zero width space, non-joiner and joiner, marks of
+# a direction (which reorder no letters), word joiner; and Arabic signs of numbers, which are seen.
 SPELLING = frozenset(
     "\u00ad\u200b\u200c\u200d\u200e\u200f\u061c\u2060"
     "\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u0890\u0891\u08e2"

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from common.distributed import is_rank0
-from common.evaluation.results import Results, reward_functions
+from common.evaluation.results import Results, reward_functions, reward_model
 from common.evaluation.runs import folder_of_run
 from common.record.run_folder import METRICS, short_path
 from common.record.terminal import NOT_MEASURED, folded, format_cell, grid, line_width
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
+from common.report.conclusions import ACCURACY, compared_accuracies, conclusions, sentence
 from common.report.figures import accuracies_of, held_out, summary_figures
 from common.report.page import run_facts, write_page
 from common.report.plots import system_colours
@@ -26,6 +27,8 @@ NOTES = f"""\
 - Intervals are 95%: Wilson's for shares, the percentile bootstrap for means. They cover the draw of
   the evaluation rows, not the seed of the training run. Systems whose intervals overlap may still
   differ: they are measured on the same rows.
+- A column with the name of a reward function or of the reward model is the mean reward of the
+  completions by it.
 - KL is to the reference in nats per completion, length is in tokens with the stop token, stop is
   the share of completions that ended by themselves. Minutes and GB are of training.
 - {NOT_MEASURED} means that it was not measured."""
@@ -49,7 +52,7 @@ def systems_table(results: Results) -> Table:
             "attainable": number_cell(results.attainable_accuracy, 1, scale=100),
             "gold reward [95% CI]": interval_cell(system.gold_reward, 1, 3),
             **{f"{name} [95% CI]": interval_cell(rewards.get(name), 1, 3) for name in functions},
-            "RM score [95% CI]": interval_cell(system.reward, 1, 2),
+            f"{reward_model(results.systems)} [95% CI]": interval_cell(system.reward, 1, 2),
             "KL": number_cell(kl.mean if kl else None, 2),
             "length": number_cell(sampled.length if sampled else None, 1),
             "stop %": number_cell(sampled.stop_rate if sampled else None, 1, scale=100),
@@ -75,22 +78,24 @@ def terminal_text(results: Results) -> str:
     for start in range(0, len(columns), number):
         systems = ((column, "right") for column in columns[start : start + number])
         texts.append(grid([(table.headers, "left"), *systems], width))
-    return "\n\n".join([*texts, folded(conclusions(results), width)])
+    return "\n\n".join([*texts, folded(in_words(results), width)])
 
 
-def conclusions(results: Results) -> str:
-    """The held-out rows, and win rates against the first policy, in words."""
-    line = f"{held_out(results).capitalize()}; intervals are 95%."
-    if not (rates := results.win_rates):
-        return line
-    judges, baseline = [rate.judge for rate in rates], rates[0].b
-    judge = "gold" if "gold" in judges else judges[-1]  # a judge function's
-    wins = [
-        f"{rate.a} {interval_cell(rate.interval, 100, 1)}"
-        for rate in rates
-        if rate.judge == judge and rate.b == baseline
-    ]
-    return f"{line}\nWin rate % against {baseline}, judged by {judge}: {', '.join(wins)}."
+def in_words(results: Results) -> str:
+    """The held-out rows, differences in accuracy, and win rates against the first policy."""
+    lines = [f"{held_out(results).capitalize()}; intervals are 95%."]
+    if accuracies := compared_accuracies(results):
+        lines.append(sentence(ACCURACY, accuracies))
+    rates, baseline = results.win_rates, results.win_rates[0].b if results.win_rates else ""
+    for judge in dict.fromkeys(rate.judge for rate in rates):
+        wins = [
+            f"{rate.a} {interval_cell(rate.interval, 100, 1)}"
+            for rate in rates
+            if rate.judge == judge and rate.b == baseline
+        ]
+        if wins:
+            lines.append(f"Win rate % against {baseline}, judged by {judge}: {', '.join(wins)}.")
+    return "\n".join(lines)
 
 
 def write_report(results: Results, output_dir: str | Path) -> list[Path]:
@@ -111,7 +116,9 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
         *map(Picture, pictures),
         (PAIR_NOTES if results.num_pairs else "") + NOTES,
     ]
-    blocks = [Section("Systems", systems)]
+    words = conclusions(results)
+    blocks = [Section("What differs", [words])] if words else []
+    blocks.append(Section("Systems", systems))
     if comparison := results.comparison:
         blocks.append(Section("Preference accuracy", tables.comparison_sections(comparison)))
     if generations := tables.generation_tables(results):

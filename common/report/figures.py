@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.evaluation.accuracy import Interval
-from common.evaluation.results import MODEL_SCORE, Results, System, main_reward
+from common.evaluation.results import MODEL_REWARD, Results, System, main_reward
 from common.report.plots import GREY, save, style, titled_figure
 
 
@@ -57,7 +57,7 @@ def draw_accuracy(axes: Any, results: Results, colours: Mapping[str, str]) -> No
 def draw_reward(axes: Any, results: Results, colours: Mapping[str, str]) -> None:
     """Each system's `main_reward`, which there must be."""
     title, intervals = main_reward(results.systems)
-    digits = "{:.2f}" if title == MODEL_SCORE else "{:.3f}"
+    digits = "{:.2f}" if title == MODEL_REWARD else "{:.3f}"
     draw_intervals(axes, intervals, colours, digits)
     axes.set(title=f"{title}, 95% interval", ylabel="mean over the completions")
     axes.margins(y=0.15)

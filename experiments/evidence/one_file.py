@@ -308,7 +308,7 @@ def evaluate(
         "accuracy": rewards[:, 0] > rewards[:, 1],
         "by logp/token": (logps / lengths)[:, 0] > (logps / lengths)[:, 1],
         "gold reward": torch.tensor([*golds]),
-        "RM score": score(completion_rewards, rm, sampled),  # without the -1 of `grpo`
+        "reward": score(completion_rewards, rm, sampled),  # without the -1 of `grpo`
         "KL": score(completion_logps, lm, sampled) - score(completion_logps, ref, sampled),
         "length": torch.tensor([len(i) for i in ids]),
         "stop": torch.tensor([i[-1] == STOP for i in ids]),

@@ -172,7 +172,7 @@ def test_the_table_by_hand(results: Results) -> None:
     reward = ["Reward model", "81.2 [75.0, 86.0]", "84.2", "–", "–", "–", "2.5", "1.23"]
     assert cells[3] == reward
     assert len(cells[0]) == len(reward)
-    assert not {"RM score [95% CI]", "KL"} & set(cells[0])  # columns of nothing
+    assert not {"reward [95% CI]", "KL"} & set(cells[0])  # columns of nothing
     results.attainable_accuracy = None
     assert "84.2" not in str(systems_table(results))
     assert "attainable" not in str(systems_table(results))
@@ -186,9 +186,13 @@ def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(results: Res
         name: Interval(mean, mean - 0.1, mean + 0.1)
         for name, mean in (("Reward model", 2.0), ("positive", 0.891), ("short", 0.25))
     }
+    sft.reward = sft.generations.rewards["Reward model"]
     headers, _, row, empty = (line.split("|") for line in str(systems_table(results)).splitlines())
-    assert [h.strip() for h in headers[4:6]] == ["positive [95% CI]", "short [95% CI]"]
-    assert [c.strip() for c in row[4:6]] == ["0.891 [0.791, 0.991]", "0.250 [0.150, 0.350]"]
+    names = [f"{name} [95% CI]" for name in ("positive", "short", "Reward model")]
+    assert [h.strip() for h in headers[4:7]] == names
+    assert {"Reward model", "positive", "short"} < {*generation_tables(results)[1].headers}
+    cells = ["0.891 [0.791, 0.991]", "0.250 [0.150, 0.350]", "2.00 [1.90, 2.10]"]
+    assert [c.strip() for c in row[4:7]] == cells
     assert empty[4].strip() == "–"
     axes = Figure().subplots()
     figures.draw_reward(axes, results, {"SFT": "black"})
@@ -277,6 +281,7 @@ def test_the_terminal_shows_the_systems_and_win_rates(results, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     pairs = [("DPO", "SFT", 0.625), ("SFT", "reference completion", 0.4), ("GRPO", "SFT", 0.7)]
     results.win_rates = [replace(RATE, a=a, b=b, win_rate=value) for a, b, value in pairs]
+    results.win_rates += [replace(each, judge="anna") for each in results.win_rates[:1]]
     results.systems.append(system("DPO", gold_reward=Interval(0.75, None, None)))
     compared = [(BASELINES[0], 0.6), (BASELINES[1], 0.6), ("Reward model", 0.8125)]
     scores = [ComparedScore(name, accuracy(value, value, value)) for name, value in compared]
@@ -294,6 +299,7 @@ def test_the_terminal_shows_the_systems_and_win_rates(results, monkeypatch):
     assert sentences.splitlines() == [
         "Held-out, 200 preference pairs; intervals are 95%.",
         "Win rate % against SFT, judged by gold: DPO 62.5 [50.0, 75.0], GRPO 70.0 [50.0, 75.0].",
+        "Win rate % against SFT, judged by anna: DPO 62.5 [50.0, 75.0].",
     ]
 
 

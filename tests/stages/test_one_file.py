@@ -248,7 +248,7 @@ def test_evaluation(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
             "accuracy": system["accuracy"]["accuracy"],
             "by logp/token": by_score[f"{system['name']} logp_per_token"]["accuracy"],
             "gold reward": system["gold_reward"]["mean"],
-            "RM score": system["reward"]["mean"],
+            "reward": system["reward"]["mean"],
             "KL": system["kl"]["mean"],
             "length": system["length"],
             "stop": system["stop_rate"],

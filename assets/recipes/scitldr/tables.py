@@ -27,7 +27,7 @@ PART = "scitldr"
 
 def differences() -> str:
     """Differences of DPO and GRPO to SFT of the same seed: means over seeds."""
-    columns = {"model": COLUMNS["model"], "trained": ("RM score as trained", 1, 2)}
+    columns = {"model": COLUMNS["model"], "trained": ("reward as trained", 1, 2)}
     columns |= {key: COLUMNS[key] for key in ("rouge_l", "length")}
     results = evaluations(PART)
     seeds = [measured(result) for result in results.values()]

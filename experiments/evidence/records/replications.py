@@ -18,7 +18,7 @@ from experiments.runs.sweep.effects import DPI
 COLUMNS = {  # of the means over seeds: heading, scale, digits
     "accuracy": ("accuracy %", 100, 1),
     "gold": ("gold reward", 1, 3),
-    "model": ("RM score", 1, 2),
+    "model": ("reward", 1, 2),
     "wins": ("RM prefers it to the reference at equal length %", 100, 1),
     "rouge_l": ("ROUGE-L", 100, 1),
     "kl": ("KL", 1, 2),
