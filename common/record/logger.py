@@ -17,7 +17,7 @@ from common.distributed import is_rank0, peak_memory_gb, progress_bar, world_siz
 from common.errors import UserError
 from common.record import output_lock, run_folder, terminal
 from common.record.glossary import CONSOLE, POSTFIX, recorded
-from common.record.jsonl import json_line
+from common.record.jsonl import json_line, write_atomically
 from common.record.metrics import Accumulator
 from common.record.tracking import Tracker
 from common.shutdown.failures import note_step
@@ -51,12 +51,12 @@ class RunLogger:
         if not self._active:
             return
         self.output_dir = output_dir = Path(config.output_dir)
-        run_folder.save_run_files(output_dir, config, world_size(), model_commit)
+        self._run_files = run_folder.save_run_files(output_dir, config, world_size(), model_commit)
         earlier = run_folder.read_metrics(output_dir)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
         self._files = {
-            name: (output_dir / name).open("a", encoding="utf-8")
+            name: (output_dir / name).open("a+", encoding="utf-8")
             for name in (run_folder.METRICS, run_folder.SAMPLES)
         }
         self._tracker = Tracker(config, start_step)
@@ -129,19 +129,33 @@ class RunLogger:
             return
         self._active = False
         self._bar.close()
-        for file in self._files.values():
-            file.close()
+        for name in self._files:
+            self._append(name)
+            self._files[name].close()
         self._tracker.finish()
         output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Add lines to a file."""
+        """Add lines to a file; it and the run's other files are written again if removed."""
+        path = self.output_dir / name
         try:
             self._files[name].writelines(map(json_line, records))
             self._files[name].flush()  # for readers, and for a resumed run after a crash
+            for removed in [each for each in (*self._run_files, path) if not each.exists()]:
+                print(f"warning: {removed} was removed in mid-run; it is written again", flush=True)
+                self._write_again(removed)
         except OSError as error:
-            path = self.output_dir / name
             raise UserError(f"{path} could not be written ({error.strerror}).") from None
+
+    def _write_again(self, path: Path) -> None:
+        """Write a removed file: a record with its lines, which the open file still has."""
+        if path in self._run_files:
+            write_atomically(path, [self._run_files[path]])
+            return
+        with self._files[path.name] as file:
+            file.seek(0)
+            write_atomically(path, file)
+        self._files[path.name] = path.open("a+", encoding="utf-8")
 
     @staticmethod
     def _write(text: str) -> None:

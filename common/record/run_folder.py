@@ -37,8 +37,11 @@ PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb",
 
 def save_run_files(
     output_dir: Path, config: Any, world_size: int, model_commit: str | None = None
-) -> None:
-    """Write `config.yaml` and `environment.json`, with the commit of a hub's model. Rank 0 only."""
+) -> dict[Path, str]:
+    """Write `config.yaml` and `environment.json`, with the commit of a hub's model. Rank 0 only.
+
+    Returns their texts.
+    """
     import torch
     import yaml
 
@@ -63,8 +66,13 @@ def save_run_files(
         **({REWARD: asdict(reward)} if reward else {}),
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
-    write_atomically(output_dir / CONFIG, [yaml.safe_dump(asdict(config), sort_keys=False)])
-    write_atomically(output_dir / ENVIRONMENT, [json.dumps(environment, indent=2) + "\n"])
+    texts = {
+        output_dir / CONFIG: yaml.safe_dump(asdict(config), sort_keys=False),
+        output_dir / ENVIRONMENT: json.dumps(environment, indent=2) + "\n",
+    }
+    for file, text in texts.items():
+        write_atomically(file, [text])
+    return texts
 
 
 def inputs_of(config: Any) -> dict[str, str]:

@@ -7,6 +7,7 @@ loop never waits. About `common.record`.
 import json
 import math
 import re
+import shutil
 import sys
 import time
 from dataclasses import fields
@@ -26,7 +27,7 @@ from common.config.parser import parse
 from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.record import logger as run_logger
-from common.record import metrics
+from common.record import metrics, run_folder
 from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
@@ -40,6 +41,24 @@ pytestmark = pytest.mark.usefixtures("process_group")
 def logger(output_dir: Path, start_step: int = 0, **fields: Any) -> RunLogger:
     config = SFTConfig(output_dir=str(output_dir), model_name_or_path="unused", **fields)
     return RunLogger(config, 100, start_step)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_files_that_are_removed_in_mid_run_are_written_again(tmp_path, capsys, is_last):
+    """Without config.yaml evaluate.py would judge the model by other settings."""
+    run = logger(tmp_path / "run")
+    run.log(1, {"loss": 1.0})
+    run.samples(1, [{"completion": "yes"}])
+    shutil.rmtree(tmp_path / "run")
+    if not is_last:
+        run.log(2, {"loss": 2.0})
+    run.close()
+    assert "metrics.jsonl was removed in mid-run; it is written again" in capsys.readouterr().out
+    steps = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == ([1] if is_last else [1, 2])
+    assert read_jsonl(tmp_path / "run" / "samples.jsonl") == [{"step": 1, "completion": "yes"}]
+    assert run_folder.read_config(tmp_path / "run")["output_dir"] == str(tmp_path / "run")
+    assert "started" in run_folder.read_config(tmp_path / "run", run_folder.ENVIRONMENT)
 
 
 def test_means_weigh_by_count_not_by_micro_batch() -> None:
