@@ -1,0 +1,226 @@
+"""Claim: no fault that was mended comes back, for its test is still there.
+
+A row holds a fault in one sentence, as a user met it, and the test that fails when it is back. A
+row leaves only together with its reason in the commit's body: a limit on lines, or a rewriting of
+its module, is none. About `CONTRIBUTING.md`.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+MENDED = (
+    # models and tokenizers
+    (
+        "A model whose files untie its head was sampled with the embedding for a head.",
+        "model/test_models.py::test_a_head_that_only_the_files_untie_is_kept_everywhere",
+    ),
+    (
+        "A model with settings of text and vision apart ended in a traceback.",
+        "model/test_models.py::test_the_text_model_of_a_model_of_images_trains_and_loads_alone",
+    ),
+    (
+        "The text model of a whole lost the whole's scale, and computed something else.",
+        "model/test_models.py::test_a_text_model_that_scales_otherwise_than_the_whole_is_refused",
+    ),
+    (
+        "A model with several stop tokens stopped at one of them, and its export kept one.",
+        "model/test_models.py::test_a_model_stops_at_every_id_of_its_own_before_and_after_export",
+    ),
+    (
+        "The revision of one model was asked of another one.",
+        "model/test_models.py::test_a_revision_is_read_of_the_model_that_was_named",
+    ),
+    (
+        "Matrices of biases, as of gpt-oss's experts, had weight decay.",
+        "model/test_optim.py::test_matrices_decay_and_biases_and_norms_do_not",
+    ),
+    (
+        "A tokenizer without the letter x, as of DNA, ended in a traceback.",
+        "test_data.py::test_an_alphabet_may_lack_any_letter",
+    ),
+    (
+        "A prompt had the tokenizer's bos twice, or not at all.",
+        "test_data.py::test_a_prompt_has_the_bos_of_its_tokenizer_once",
+    ),
+    (
+        "A packed layer in bfloat16 rounded its sums twice.",
+        "model/test_fsdp.py::test_a_packed_bfloat16_layer_rounds_once",
+    ),
+    (
+        "A model that was dropped kept its memory until Python collected garbage.",
+        "model/test_layouts.py::test_a_model_that_is_dropped_frees_its_memory_at_once",
+    ),
+    (
+        "A model that sees later tokens was trained.",
+        "test_self_checks.py::test_a_model_that_sees_later_tokens_is_refused",
+    ),
+    (
+        "Under LoRA a reference that scored first took the gradients from the policy.",
+        "model/test_lora.py::test_a_reference_that_was_asked_first_leaves_gradients_to_the_policy",
+    ),
+    # rows
+    (
+        "Splitting off a prompt took a time that was quadratic in its white space.",
+        "test_data.py::test_splitting_a_prompt_takes_a_time_that_is_linear_in_its_white_space",
+    ),
+    (
+        "Completions that repeat their prompt were trained with the prompt in them.",
+        "text/test_rows.py::test_a_prompt_that_completions_repeat_is_cut_from_them",
+    ),
+    (
+        "Rows of a table were other than those that datasets reads.",
+        "text/test_rows.py::test_rows_are_those_of_datasets",
+    ),
+    (
+        "A reward model with another template read a conversation by the policy's.",
+        "text/test_chat.py::test_a_judge_with_another_template_reads_messages_by_its_own",
+    ),
+    # rewards and advantages
+    (
+        "An async reward function with a semaphore failed at the second step.",
+        "rewards/test_rewards.py::test_coroutines_of_all_calls_share_a_loop",
+    ),
+    (
+        "A file with two reward functions was run twice, and a pool of processes failed in it.",
+        "rewards/test_rewards.py::test_a_user_s_file_is_one_module_next_to_its_neighbours",
+    ),
+    (
+        "A file of rewards could not import another file of its folder.",
+        "rewards/test_rewards.py::test_a_user_s_file_is_one_module_next_to_its_neighbours",
+    ),
+    (
+        "A reward function that changed its arguments changed what was trained on.",
+        "rewards/test_rewards.py::test_a_function_changes_nothing_that_is_trained_on",
+    ),
+    (
+        "A reward function that forked after tokenising waited for ever.",
+        "rewards/test_rewards.py::test_a_reward_function_may_fork_and_tokenise_there",
+    ),
+    (
+        "Rewards that differed by rounding alone got advantages.",
+        "test_advantages.py::test_what_rounding_may_make_is_no_difference",
+    ),
+    (
+        "Weighted sums of rewards that differed by rounding alone were no flat group.",
+        "grpo/test_grpo.py::test_weighted_sums_that_are_equal_but_for_rounding_are_a_flat_group",
+    ),
+    (
+        "A reward that one rank refused left the others waiting.",
+        "grpo/test_grpo.py::test_a_reward_that_one_rank_refuses_ends_all_before_the_next_collective",
+    ),
+    (
+        "Negative rewards were divided by their mean, which turns their order.",
+        "grpo/test_grpo.py::test_negative_rewards_are_refused_where_their_mean_divides",
+    ),
+    (
+        "Sampled pairs lost the stop that training does not append to a text.",
+        "experiments/test_pairs.py::test_a_text_keeps_the_stop_that_training_does_not_append",
+    ),
+    # long runs
+    (
+        "A damaged checkpoint ended the run, or was resumed from.",
+        "checkpoint/test_checkpoint.py::test_damage_is_named_and_the_one_before_is_taken",
+    ),
+    (
+        "A second run in a folder read the checkpoints that the first one removes.",
+        "checkpoint/test_checkpoint.py::test_a_folder_is_another_run_s_until_that_is_killed",
+    ),
+    (
+        "A resumed run went on with an edited file without a word.",
+        "checkpoint/test_resume.py::test_an_edited_file_of_a_resumed_run_is_named",
+    ),
+    (
+        "A reward function that raised lost every step since the last checkpoint.",
+        "checkpoint/test_faults.py::test_a_reward_function_that_fails_costs_no_step",
+    ),
+    (
+        "A trained model that could not be written was lost.",
+        "checkpoint/test_faults.py::test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint",
+    ),
+    (
+        "A kill in the last evaluation lost the trained model.",
+        "shutdown/test_signals.py::test_a_kill_in_the_last_evaluation_loses_no_step",
+    ),
+    (
+        "A run that a signal stopped ended with status 0, so a chain went on without its model.",
+        "shutdown/test_signals.py::test_a_signal_saves_and_ends_with_its_status",
+    ),
+    (
+        "A chain of commands went on behind a stage that failed.",
+        "house/test_commands.py::test_the_chain_ends_with_a_stage_that_fails_or_is_stopped",
+    ),
+    (
+        "A run whose folder was removed ended well, without its config.yaml.",
+        "record/test_metrics.py::test_files_that_are_removed_in_mid_run_are_written_again",
+    ),
+    (
+        "A tracker that failed ended the run.",
+        "record/test_metrics.py::test_a_run_goes_on_without_wandb",
+    ),
+    # flags
+    (
+        "A negative number behind a flag was taken for another flag.",
+        "stages/test_mistakes.py::test_a_negative_number_is_a_value_however_it_is_written",
+    ),
+    (
+        "A recipe that an editor began with a byte order mark was not read.",
+        "stages/test_mistakes.py::test_a_recipe_with_a_byte_order_mark_is_read",
+    ),
+    (
+        "A secret in the environment was written into a run's files.",
+        "house/test_security.py::test_no_secret_of_the_environment_is_written_or_printed",
+    ),
+    # evaluation and reports
+    (
+        "A judge that failed lost the completions that were sampled before it.",
+        "evaluation/test_generation_quality.py"
+        "::test_a_judge_that_fails_loses_nothing_that_was_measured_before_it",
+    ),
+    (
+        "Equal completions won or lost by the rounding of their rewards.",
+        "evaluation/test_win_rates.py::test_the_same_text_is_a_tie_whatever_rounding_says",
+    ),
+    (
+        "A text in a table moved the cursor or cleared the screen.",
+        "record/test_metrics.py::test_no_table_obeys_what_its_cells_or_headers_hold",
+    ),
+    (
+        "Reports replaced the joiners of Persian and the spaces of Japanese.",
+        "report/test_report_page.py::test_words_keep_what_they_are_spelled_with",
+    ),
+    (
+        "An empty completion was an empty cell.",
+        "report/test_report_page.py::test_a_completion_that_shows_nothing_is_said_to_be_empty",
+    ),
+    (
+        "The table of generations was cut at the width of a laptop's screen.",
+        "report/test_report_page.py::test_a_table_of_many_intervals_is_not_cut",
+    ),
+    (
+        "A person's verdicts were left out of the terminal's win rates.",
+        "report/test_plots.py::test_the_terminal_shows_the_systems_and_win_rates",
+    ),
+    (
+        "The reward model's mean reward had another name in each table.",
+        "report/test_plots.py::test_what_a_reward_function_gave_is_in_table_figure_and_numbers",
+    ),
+)
+
+
+@pytest.mark.parametrize("test", dict.fromkeys(test for _, test in MENDED))
+def test_the_test_of_a_mend_is_there(test: str) -> None:
+    path, _, name = test.partition("::")
+    module = ast.parse((TESTS / path).read_text())
+    tests = [node.name for node in module.body if isinstance(node, ast.FunctionDef)]
+    faults = " ".join(fault for fault, each in MENDED if each == test)
+    assert name in tests, f"{path} has no {name}, which holds what was mended: {faults}"
+
+
+def test_every_fault_is_one_sentence_and_there_once() -> None:
+    faults = [fault for fault, _ in MENDED]
+    assert len({*faults}) == len(faults)
+    assert all(fault.endswith(".") and ". " not in fault for fault in faults)
