@@ -6,6 +6,7 @@ messages of a conversation, or in two of these places. Afterwards it is in `prom
 
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -27,6 +28,12 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 # Columns that may hold the question of a pair of texts, which are then refused without a `prompt`
 QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
 PAIR = ("chosen", "rejected")
+# The first words of Unicode's names for letters of scripts without spaces between words, next to
+# the wide ones of Chinese and Japanese
+UNSPACED = ("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "TAI", "NEW TAI", "BALINESE", "JAVANESE")
+# Characters that the next one belongs to: joiners, signs below which the next letter is written
+# (Myanmar, Khmer, Tai Tham, Balinese, Javanese), vowels in front of theirs (Thai, Lao)
+LEADING = "\u200c\u200d\u1039\u17d2\u1a60\u1b44\ua9c0เแโใไເແໂໃໄ"
 LIST = "list of messages, each with the texts 'role' and 'content'"
 PAGE = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 
@@ -179,8 +186,7 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
     - One completion of messages: all before the first answer, or all if there is none. A
       conversation that opens with a turn of the assistant has it in the prompt.
     - A pair of messages: the turns that both share before the last message, which is the answer.
-    - A pair of texts without a `prompt` column: what both share, up to its last white space. A
-      single space there goes to the completions, as in `trl-lib/tldr`; other white space stays.
+    - A pair of texts without a `prompt` column: as `_shared_text`.
     """
     first = columns[0] if columns else "chosen"
     is_pair = "rejected" in row and ("messages" not in row or row.get(first) is not row["messages"])
@@ -203,13 +209,51 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
     elif "prompt" not in row and _blank_column(row, names):
         return {**row, "prompt": None}
     elif is_text_pair and "prompt" not in row and all(is_blank(row.get(q)) for q in QUESTIONS):
-        shared = os.path.commonprefix(values) if values[0] != values[1] else ""
-        whole_words = re.match(r".*\s", shared, re.DOTALL)
-        prompt = shared = re.sub(r"(?<=\S) \Z", "", whole_words[0] if whole_words else "")
+        prompt = shared = _shared_text(*values)
     else:
         return row
     answers = {name: row[name][len(shared) :] for name in columns}
     return {**row, "prompt": prompt, **answers}
+
+
+def _shared_text(first: str, second: str) -> str:
+    """The beginning that two texts share, up to the last place where a prompt may end.
+
+    A single space at its end goes to the completions, as in `trl-lib/tldr`; other white space
+    stays. Empty for equal texts.
+    """
+    words = (first.rstrip(), second.rstrip())  # no completion is blank
+    length = len(os.path.commonprefix(words)) if first != second else 0
+    ends = (end for end in range(length, 0, -1) if _may_end_prompt(*words, end))
+    return re.sub(r"(?<=\S) \Z", "", first[: next(ends, 0)])
+
+
+def _may_end_prompt(first: str, second: str, end: int) -> bool:
+    """Whether a prompt may end behind the first `end` characters, which both texts share.
+
+    It may at white space, and next to a letter of a script without spaces: no word of another
+    script is cut, no letter loses its marks, and no completion is empty.
+    """
+    last, following = first[end - 1], [text[end : end + 1] for text in (first, second)]
+    if not all(following) or not (_ends_word(last) or all(map(_ends_word, following))):
+        return False
+    return last not in LEADING and not any(map(_is_attached, following))
+
+
+def _ends_word(char: str) -> bool:
+    """Whether words end at a character: white space, or of a script without spaces."""
+    if char.isspace():
+        return True
+    name = unicodedata.name(char, "")
+    is_wide = unicodedata.east_asian_width(char) in "WFH"  # also emoji and Korean, whose words have
+    is_symbol = unicodedata.category(char) in ("So", "Sk")  # spaces between them
+    return name.startswith(UNSPACED) or (is_wide and not is_symbol and "HANGUL" not in name)
+
+
+def _is_attached(char: str) -> bool:
+    """Whether a character belongs to the one before: a mark, also one that takes its own space."""
+    decomposed = unicodedata.normalize("NFKD", char)  # Thai and Lao "am", half-width voiced kana
+    return char in "\u200c\u200d" or unicodedata.category(decomposed[0])[0] == "M"
 
 
 def _fault(row: RawRow, kind: str) -> str:

@@ -22,7 +22,7 @@ import tiny
 
 from common.errors import UserError
 from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
-from common.text import reading, sources
+from common.text import reading, schemas, sources
 from common.text.reading import load_examples, load_splits
 from common.text.schemas import COMPLETION_COLUMNS, Row
 from common.text.tokenise import source_of
@@ -392,6 +392,58 @@ def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
         # One text is the beginning of the other: a completion must not be empty.
         ("one two", "one two three", ("one", " two", " two three")),
         ("Say: it's", "Say: it is", ("Say:", " it's", " it is")),
+        ("one two ", "one two three", ("one", " two ", " two three")),
+        # Both go on with a space: the shared word is whole.
+        ("one two", "one\tthree", ("one", " two", "\tthree")),
+        (
+            "Say: \ud55c\uad6d",
+            "Say: \ud55c\uad6d\uc5b4",
+            ("Say:", " \ud55c\uad6d", " \ud55c\uad6d\uc5b4"),
+        ),
+        (
+            "질문: 하늘은 무슨 색입니까? 답: 파란색",
+            "질문: 하늘은 무슨 색입니까? 답: 파랑",
+            ("질문: 하늘은 무슨 색입니까? 답:", " 파란색", " 파랑"),
+        ),
+        ("\u5929\U0001f600a", "\u5929\U0001f600b", ("\u5929", "\U0001f600a", "\U0001f600b")),
+        # Scripts without spaces: what is shared, but no part of a word of another script
+        (
+            "问：什么颜色？答：蓝色。",
+            "问：什么颜色？答：绿色。",
+            ("问：什么颜色？答：", "蓝色。", "绿色。"),
+        ),
+        (
+            "阅读下面的文章。\n问：天空是什么颜色？答：蓝色。",
+            "阅读下面的文章。\n问：天空是什么颜色？答：绿色。",
+            ("阅读下面的文章。\n问：天空是什么颜色？答：", "蓝色。", "绿色。"),
+        ),
+        (
+            "質問 今日の天気はどうですか。答え：晴れです。",
+            "質問 今日の天気はどうですか。答え：知りません。",
+            ("質問 今日の天気はどうですか。答え：", "晴れです。", "知りません。"),
+        ),
+        ("答：The cat", "答：This", ("答：", "The cat", "This")),
+        ("用Python写blue", "用Python写black", ("用Python写", "blue", "black")),
+        ("用Python写", "用Python画", ("用Python", "写", "画")),
+        ("用Python写", "用Python3写", ("用", "Python写", "Python3写")),
+        ("Read 天空 in blue", "Read 天空 in black", ("Read 天空 in", " blue", " black")),
+        ("有12个", "有15个", ("有", "12个", "15个")),
+        ("答:蓝", "答:绿", ("答:", "蓝", "绿")),
+        ("他说“蓝”", "他说“绿”", ("他说“", "蓝”", "绿”")),
+        ("答：蓝", "答：蓝色", ("答：", "蓝", "蓝色")),
+        ("空は何色ですか。青い", "空は何色ですか。赤い", ("空は何色ですか。", "青い", "赤い")),
+        ("\uff71\uff72\uff73", "\uff71\uff72\uff74", ("\uff71\uff72", "\uff73", "\uff74")),
+        # Marks stay with their letters: voiced kana, half-width and not; a variant of a character
+        ("あｶﾞ", "あｶｷ", ("あ", "ｶﾞ", "ｶｷ")),
+        ("あか\u3099", "あかき", ("あ", "か\u3099", "かき")),
+        ("天葛\U000e0100", "天葛城", ("天", "葛\U000e0100", "葛城")),
+        ("ฟ้าสีอะไร ตอบ:แดง", "ฟ้าสีอะไร ตอบ:ดำ", ("ฟ้าสีอะไร ตอบ:", "แดง", "ดำ")),
+        ("ท้องฟ้า", "ท้องฟาก", ("ท้อง", "ฟ้า", "ฟาก")),  # a tone mark stays with its letter
+        ("สีแดง", "สีแสด", ("สี", "แดง", "แสด")),  # a vowel in front of its letter
+        ("ถามน้ำ", "ถามนก", ("ถาม", "น้ำ", "นก")),
+        ("ຟ້າສີແດງ", "ຟ້າສີຂາວ", ("ຟ້າສີ", "ແດງ", "ຂາວ")),
+        ("မေးကောင်း", "မေးကို", ("မေး", "ကောင်း", "ကို")),
+        ("មេឃពណ៌ក្រ", "មេឃពណ៌ក្ល", ("មេឃពណ៌", "ក្រ", "ក្ល")),  # a letter below a letter
     ],
 )
 def test_a_missing_prompt_is_the_shared_prefix(tmp_path, chosen, rejected, expected):
@@ -401,6 +453,21 @@ def test_a_missing_prompt_is_the_shared_prefix(tmp_path, chosen, rejected, expec
     assert row["n"] == 1
     assert row["prompt"] + row["chosen"] == chosen
     assert row["prompt"] + row["rejected"] == rejected
+
+
+def test_the_search_for_a_prompt_reads_a_text_once(monkeypatch):
+    """Also where the prompt ends far from where the texts differ."""
+    looked: list[int] = []
+    may_end = schemas._may_end_prompt
+    monkeypatch.setattr(
+        schemas, "_may_end_prompt", lambda *text: looked.append(text[-1]) or may_end(*text)
+    )
+    for word, prompt in (("x" * 4000, "问"), ("天" * 4000, "问 " + "天" * 4000), ("", "问")):
+        looked.clear()
+        texts = {"chosen": f"问 {word}a", "rejected": f"问 {word}b"}
+        (row,) = schemas.standardise([texts], "preference", "rows")
+        assert row["prompt"] == prompt
+        assert len(looked) == len(set(looked)) <= len(texts["chosen"])
 
 
 USER = [{"role": "user", "content": "Say: "}]

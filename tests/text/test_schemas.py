@@ -242,7 +242,6 @@ PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
         ),
         ("preference", CHAT, {"chosen": BLUE, "rejected": GREEN}, "prompt"),
         ("preference", IMPLICIT, {"chosen": "Blue.", "rejected": "Green."}, "prompt"),
-        ("preference", IMPLICIT, {"chosen": "问：蓝色。", "rejected": "问：绿色。"}, "prompt"),
         ("prompts", ROWS["prompt"], {"prompt": None}, "prompt"),
         ("prompts", ROWS["messages"], {"messages": None}, "prompt"),
         ("prompts", IMPLICIT, {"chosen": None, "rejected": "The"}, "prompt"),
