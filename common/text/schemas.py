@@ -4,9 +4,6 @@ TRL's rows have the prompt in a column, or in front of both completions of a pai
 messages of a conversation, or in two of these places. Afterwards it is in `prompt` alone.
 """
 
-import os
-import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -14,6 +11,7 @@ from typing import Any
 
 from common import distributed
 from common.errors import UserError
+from common.text.shared_prompt import shared_prompt
 
 RawRow = dict[str, Any]
 """A row as its file has it: cells by column, text or messages."""
@@ -28,12 +26,7 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 # Columns that may hold the question of a pair of texts, which are then refused without a `prompt`
 QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
 PAIR = ("chosen", "rejected")
-# The first words of Unicode's names for letters of scripts without spaces between words, next to
-# the wide ones of Chinese and Japanese
-UNSPACED = ("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "TAI", "NEW TAI", "BALINESE", "JAVANESE")
-# Characters that the next one belongs to: joiners, signs below which the next letter is written
-# (Myanmar, Khmer, Tai Tham, Balinese, Javanese), vowels in front of theirs (Thai, Lao)
-LEADING = "\u200c\u200d\u1039\u17d2\u1a60\u1b44\ua9c0เแโใไເແໂໃໄ"
+CHATS = ("messages", "prompt", "completion", *PAIR)  # columns that may hold messages
 LIST = "list of messages, each with the texts 'role' and 'content'"
 PAGE = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 
@@ -60,14 +53,15 @@ class Row:
 def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
     """Bring rows to one schema: a prompt, and completions that do not repeat it.
 
-    A row of texts with a `prompt` stays as it is, unless the completions of all rows repeat it. A
-    column `messages` is prompt and completion in one (TRL's conversational language modelling). A
-    row with a blank cell becomes one of texts, one of them empty, which `tokenise` marks and
-    `load_examples` drops. Messages call the split `label`. A UserError names the row, counted from
-    1, and the column that has another schema.
+    A message whose content is a list of text parts gets their text. A row of texts with a `prompt`
+    stays as it is, unless the completions of all rows repeat it. A column `messages` is prompt and
+    completion in one (TRL's conversational language modelling). A row with a blank cell becomes one
+    of texts, one of them empty, which `tokenise` marks and `load_examples` drops. Messages call the
+    split `label`. A UserError names the row, counted from 1, and the column that has another
+    schema.
     """
     columns = COMPLETION_COLUMNS[kind]
-    rows = [_from_messages(row, columns) for row in rows]
+    rows = [_from_messages(_with_joined_parts(row), columns) for row in rows]
     rows = _cut_repeated_prompts(rows, columns or PAIR, label)
     rows = [_with_shared_prompt(row, columns) for row in rows]
     rows = [_empty_blank(row, (*columns, "prompt")) for row in rows]
@@ -75,6 +69,31 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
         if fault := _fault(row, kind):
             raise UserError(f"{label}, row {number}: {fault}.")
     return rows
+
+
+def _with_joined_parts(row: RawRow) -> RawRow:
+    """A row in which a content that is a list of text parts is their text."""
+    is_chat = {name: name in CHATS and isinstance(cell, list) for name, cell in row.items()}
+    return {k: [*map(_joined, cell)] if is_chat[k] else cell for k, cell in row.items()}
+
+
+def _joined(turn: Any) -> Any:
+    """A message with the text of its parts; as it is if it has no parts, or others than text."""
+    parts: Any = turn.get("content") if isinstance(turn, dict) else None
+    is_joined = isinstance(parts, list) and not _other_parts(parts)
+    return {**turn, "content": "".join(part["text"] for part in parts)} if is_joined else turn
+
+
+def _other_parts(parts: list[Any]) -> list[str]:
+    """The types of a content's parts that are no text."""
+    others = [part for part in parts if not _is_text_part(part)]
+    return [str(part.get("type")) if isinstance(part, dict) else repr(part) for part in others]
+
+
+def _is_text_part(part: Any) -> bool:
+    """Whether a part of a content is a text; Parquet gives it null keys that others have."""
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
 
 
 def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
@@ -186,7 +205,7 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
     - One completion of messages: all before the first answer, or all if there is none. A
       conversation that opens with a turn of the assistant has it in the prompt.
     - A pair of messages: the turns that both share before the last message, which is the answer.
-    - A pair of texts without a `prompt` column: as `_shared_text`.
+    - A pair of texts without a `prompt` column: as `shared_prompt`.
     """
     first = columns[0] if columns else "chosen"
     is_pair = "rejected" in row and ("messages" not in row or row.get(first) is not row["messages"])
@@ -209,56 +228,18 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
     elif "prompt" not in row and _blank_column(row, names):
         return {**row, "prompt": None}
     elif is_text_pair and "prompt" not in row and all(is_blank(row.get(q)) for q in QUESTIONS):
-        prompt = shared = _shared_text(*values)
+        prompt = shared = shared_prompt(*values)
     else:
         return row
     answers = {name: row[name][len(shared) :] for name in columns}
     return {**row, "prompt": prompt, **answers}
 
 
-def _shared_text(first: str, second: str) -> str:
-    """The beginning that two texts share, up to the last place where a prompt may end.
-
-    A single space at its end goes to the completions, as in `trl-lib/tldr`; other white space
-    stays. Empty for equal texts.
-    """
-    words = (first.rstrip(), second.rstrip())  # no completion is blank
-    length = len(os.path.commonprefix(words)) if first != second else 0
-    ends = (end for end in range(length, 0, -1) if _may_end_prompt(*words, end))
-    return re.sub(r"(?<=\S) \Z", "", first[: next(ends, 0)])
-
-
-def _may_end_prompt(first: str, second: str, end: int) -> bool:
-    """Whether a prompt may end behind the first `end` characters, which both texts share.
-
-    It may at white space, and next to a letter of a script without spaces: no word of another
-    script is cut, no letter loses its marks, and no completion is empty.
-    """
-    last, following = first[end - 1], [text[end : end + 1] for text in (first, second)]
-    if not all(following) or not (_ends_word(last) or all(map(_ends_word, following))):
-        return False
-    return last not in LEADING and not any(map(_is_attached, following))
-
-
-def _ends_word(char: str) -> bool:
-    """Whether words end at a character: white space, or of a script without spaces."""
-    if char.isspace():
-        return True
-    name = unicodedata.name(char, "")
-    is_wide = unicodedata.east_asian_width(char) in "WFH"  # also emoji and Korean, whose words have
-    is_symbol = unicodedata.category(char) in ("So", "Sk")  # spaces between them
-    return name.startswith(UNSPACED) or (is_wide and not is_symbol and "HANGUL" not in name)
-
-
-def _is_attached(char: str) -> bool:
-    """Whether a character belongs to the one before: a mark, also one that takes its own space."""
-    decomposed = unicodedata.normalize("NFKD", char)  # Thai and Lao "am", half-width voiced kana
-    return char in "\u200c\u200d" or unicodedata.category(decomposed[0])[0] == "M"
-
-
 def _fault(row: RawRow, kind: str) -> str:
     """The reason that a row does not fit the schema of its kind, empty if it does."""
     columns = (*COMPLETION_COLUMNS[kind], "prompt")
+    if fault := _fault_of_parts(row, columns):
+        return fault
     if missing := [column for column in columns if column not in row]:
         there = ", ".join(map(repr, row)) or "none"
         advice = f"--column_map {missing[0]}=NAME takes another one; {PAGE}"
@@ -288,4 +269,19 @@ def _fault(row: RawRow, kind: str) -> str:
             "column 'prompt' ends with an answer of the assistant; leave it out, or have it "
             "continued by 'continue_final_message': true in the column 'chat_template_kwargs'"
         )
+    return ""
+
+
+def _fault_of_parts(row: RawRow, columns: Sequence[str]) -> str:
+    """The reason that a chat which a stage reads has parts that are no text; empty without."""
+    is_from_messages = any(column not in row for column in columns)
+    for column in (*columns, *["messages"] * is_from_messages):
+        cell = row.get(column)
+        turns = [turn for turn in cell if isinstance(turn, dict)] if isinstance(cell, list) else []
+        contents = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
+        if others := [other for parts in contents for other in _other_parts(parts)]:
+            return (
+                f"column {column!r} has a message with a part of type {others[0]!r}, and only "
+                f"parts of type 'text' are read; {PAGE}"
+            )
     return ""

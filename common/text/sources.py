@@ -1,4 +1,4 @@
-"""Sources of rows: local files, data sets of the hub, the synthetic one."""
+"""Sources of rows: local files, folders of `save_to_disk`, the hub, the synthetic data set."""
 
 import functools
 import gzip
@@ -31,7 +31,7 @@ class NoSuchSplitError(UserError):
 
 def read_split(
     config: CommonConfig,  # its `column_map` renames columns; a second data set may lack them
-    dataset_name: str,  # `synthetic`, a file, a folder or a hub id
+    dataset_name: str,  # `synthetic`, a file, a folder (also of `save_to_disk`) or a hub id
     split: str,  # no other one takes its place; some of its rows, from 0: `train[160:320]`
     kind: str,  # as in `load_examples`
     num_rows: int = 0,  # take the first rows only; 0 takes all
@@ -104,9 +104,11 @@ def parse_split(split: str) -> tuple[str, slice]:
 
 
 def data_files(dataset_name: str, split: str) -> list[Path]:
-    """The files of one split; none for a hub id."""
+    """The files of one split; none for a folder of `save_to_disk` and for a hub id."""
     split, _ = parse_split(split)
     path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
+    if is_saved(path):
+        return []
     if path.is_dir():
         return _split_files(path, split)
     is_named = path.name.endswith(SUFFIXES)
@@ -211,7 +213,7 @@ def _json_rows(stream: Any, file: str) -> Iterator[RawRow]:
             yield row
 
 
-# ---- data sets of the hub ------------------------------------------------------------------------
+# ---- data sets of `save_to_disk` and of the hub --------------------------------------------------
 
 
 def may_be_id(path: str) -> bool:
@@ -242,14 +244,37 @@ def is_reachable() -> bool:
     return not constants.HF_HUB_OFFLINE
 
 
+def is_saved(folder: str | Path) -> bool:
+    """Whether `save_to_disk` has written a folder: of several splits, or of one, named `train`."""
+    return any(Path(folder, name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def saved_splits(folder: str) -> dict[str, Any]:
+    """The splits in a folder of `save_to_disk`, by name; a UserError if it cannot be read."""
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # a file is missing or cut short
+        raise UserError(f"{folder} cannot be read by datasets: {gist(error)}.") from None
+    return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+
+
 @functools.lru_cache(1)
 def rows_of(name: str, split: str, config: str) -> Any:
-    """A split of a hub data set; a UserError at once if it cannot be read.
+    """A split of a saved or a hub data set; a UserError at once if it cannot be read.
 
-    Its commit is printed, and kept in `dataset_commits`.
+    The commit of a hub data set is printed, and kept in `dataset_commits`.
     """
     import datasets
 
+    if is_saved(folder := os.path.expanduser(name)):
+        splits, (base, rows) = saved_splits(folder), parse_split(split)
+        if base not in splits:
+            raise NoSuchSplitError(
+                f"dataset_name {name!r} has no split {base!r}; it has {[*splits]}."
+            )
+        return splits[base].select(range(len(splits[base]))[rows])
     is_reachable()
     try:
         data = datasets.load_dataset(name, config or None, split=split)

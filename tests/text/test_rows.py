@@ -2,7 +2,8 @@
 
 The sentence names the file or split, the row and the column. CNN/DailyMail rows of
 `trl-lib/tldr-preference` are distinguished by the two prompt layouts of TRL's conversion script.
-About `common.text.reading`, `common.text.sources` and `common.text.example`.
+About `common.text.reading`, `common.text.sources`, `common.text.shared_prompt` and
+`common.text.example`.
 """
 
 import gzip
@@ -22,7 +23,7 @@ import tiny
 
 from common.errors import UserError
 from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
-from common.text import reading, schemas, sources
+from common.text import reading, schemas, shared_prompt, sources
 from common.text.reading import load_examples, load_splits
 from common.text.schemas import COMPLETION_COLUMNS, Row
 from common.text.tokenise import source_of
@@ -129,6 +130,13 @@ def write_splits(folder: Path, *names: str) -> str:
     return str(folder)
 
 
+def save_to_disk(folder: Path, *names: str) -> str:
+    one = datasets.Dataset.from_list(SFT)
+    saved = datasets.DatasetDict(dict.fromkeys(names, one)) if names else one
+    saved.save_to_disk(folder)
+    return str(folder)
+
+
 def chat_of(*contents: Any, **call: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": c} for c in contents] + [{"role": "assistant", **call}]
 
@@ -157,10 +165,11 @@ AS_DATASETS: list[tuple[Any, Any]] = [  # a feature, and the cells of three rows
 
 @pytest.mark.parametrize(("feature", "cells"), AS_DATASETS)
 def test_rows_are_those_of_datasets(tmp_path, monkeypatch, feature, cells):
-    """Of a parquet file, and a data set that `load_dataset` reads."""
+    """Of a saved folder, a parquet file, and a data set that `load_dataset` reads."""
     columns = {"prompt": ["a", "b", "c"], "cell": cells}
     features = datasets.Features({"prompt": TEXT, "cell": feature})
     data = datasets.Dataset.from_dict(columns, features=features)
+    data.with_format("numpy", columns=["prompt"]).save_to_disk(tmp_path / "saved")
     (tmp_path / "hub").mkdir()
     data.to_parquet(tmp_path / "hub" / "train.parquet")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -172,9 +181,43 @@ def test_rows_are_those_of_datasets(tmp_path, monkeypatch, feature, cells):
         ),
     )
     expected = [*data]
-    for name in ("hub/train.parquet", "hub"):
+    for name in ("saved", "hub/train.parquet", "hub"):
         assert load_rows(str(tmp_path / name), "train", kind="prompts") == expected, name
         assert load_rows(str(tmp_path / name), "train[1:]", kind="prompts") == expected[1:], name
+
+
+TURNS = [{"role": "user", "content": "Say hi."}, {"role": "assistant", "content": "Hi."}]
+PARTS = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"messages": TURNS}, {"messages": PARTS}],  # contents of type Json
+        [{"messages": PARTS}, {"messages": PARTS}],
+        [{"messages": TURNS}, {"messages": [TURNS[0], {"role": "assistant", **CALL}, *TURNS[1:]]}],
+        [{"prompt": TURNS[:1], "completion": TURNS[1:], "n": n} for n in (1, "one")],
+    ],
+)
+def test_chats_of_a_json_file_are_those_of_every_form_that_datasets_writes(tmp_path, form, rows):
+    (tmp_path / "cache").mkdir()
+    file = write_jsonl(tmp_path / "rows.jsonl", rows)
+    cache = str(tmp_path / "cache")
+    data = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=cache)
+    data.save_to_disk(tmp_path / "rows.saved")
+    data.to_parquet(tmp_path / "rows.parquet")
+    found = load_rows(str(tmp_path / f"rows.{form}"), "train", kind="sft")
+    assert [row["prompt"] for row in found] == [TURNS[:1]] * 2
+    assert [row["completion"][-1]["content"] for row in found] == ["Hi."] * 2
+    assert [row.get("n") for row in found] == [row.get("n") for row in rows]
+
+
+def test_a_saved_folder_that_is_not_whole_is_refused(tmp_path):
+    folder = save_to_disk(tmp_path / "rows", "train", "eval")
+    assert "has no split 'test'; it has ['train', 'eval']" in refusal(folder, "test")
+    next((tmp_path / "rows" / "train").glob("*.arrow")).unlink()
+    assert f"{folder} cannot be read by datasets: " in refusal(folder, "train")
 
 
 def test_cells_that_arrow_encodes_are_those_of_the_table(tmp_path):
@@ -191,6 +234,7 @@ def test_cells_that_arrow_encodes_are_those_of_the_table(tmp_path):
         ]
 
 
+@pytest.mark.parametrize("write", [write_splits, save_to_disk])
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -200,8 +244,8 @@ def test_cells_that_arrow_encodes_are_those_of_the_table(tmp_path):
         (("train", "test-old"), ""),
     ],
 )
-def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, names, expected):
-    folder = write_splits(tmp_path / "rows", *names)
+def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, write, names, expected):
+    folder = write(tmp_path / "rows", *names)
     config = tiny.train_config(dataset_name=folder)
     assert reading.held_out_split(config, folder) == expected
     for split in names:
@@ -220,6 +264,9 @@ def test_a_single_file_is_trained_on_without_evaluation(tmp_path, capsys):
     assert (len(train), len(test)) == (len(SFT), 0)
     note = f"{file} has no split validation or test: no evaluation on it"
     assert note in capsys.readouterr().out
+    saved = save_to_disk(tmp_path / "saved")  # of one split
+    assert reading.held_out_split(tiny.train_config(dataset_name=saved), saved) == ""
+    assert load_rows(saved, "train[1:2]", kind="sft") == SFT[1:2]
     missing = str(tmp_path / "nope.jsonl")
     with pytest.raises(UserError, match="does not exist"):
         reading.held_out_split(tiny.train_config(dataset_name=missing), missing)
@@ -458,9 +505,9 @@ def test_a_missing_prompt_is_the_shared_prefix(tmp_path, chosen, rejected, expec
 def test_the_search_for_a_prompt_reads_a_text_once(monkeypatch):
     """Also where the prompt ends far from where the texts differ."""
     looked: list[int] = []
-    may_end = schemas._may_end_prompt
+    may_end = shared_prompt.may_end
     monkeypatch.setattr(
-        schemas, "_may_end_prompt", lambda *text: looked.append(text[-1]) or may_end(*text)
+        shared_prompt, "may_end", lambda *text: looked.append(text[-1]) or may_end(*text)
     )
     for word, prompt in (("x" * 4000, "问"), ("天" * 4000, "问 " + "天" * 4000), ("", "问")):
         looked.clear()

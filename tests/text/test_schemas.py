@@ -42,6 +42,16 @@ ROWS: dict[str, dict[str, Any]] = {
     "other names": {"messages": SHARE_GPT},
     "other roles": {"messages": CALLS},
     "parts": {"messages": [{"role": "user", "content": [{"type": "image", "text": "So?"}]}]},
+    "text parts": {
+        "messages": [
+            {
+                **m,
+                "content": [{"type": "text", "text": m["content"][:4], "image": None}]
+                + [{"type": "text", "text": m["content"][4:]}],
+            }
+            for m in ASKED + BLUE
+        ]
+    },
     "alpaca": INSTRUCTION,
     "dolly": {"instruction": "Name its color.", "context": "The sky", "response": "Blue."},
     "prompt": {"prompt": "The sky is"},
@@ -86,6 +96,8 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
         DOCS,
         (f"{QUESTION}look(){CALLED}",),
     ),
+    "parts": (f"part of type 'image', and only parts of type 'text' are read; {DOCS}",) * 3,
+    "text parts": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
     "prompt": (DOCS, DOCS, ("The sky is",)),
     "chat prompt": (DOCS, DOCS, (QUESTION,)),
     "completion": (("The sky is", " blue."), DOCS, ("The sky is",)),
