@@ -6,15 +6,17 @@ The policy samples `num_candidates` completions of every prompt, the reward func
 and `pair_method` says who is compared: RSO's first-round ranking (Liu et al. 2023), the best with
 the worst, or `all`, six pairs of four (Rafailov et al. 2023, C.1). `output_dir` gets `train.jsonl`,
 and `validation.jsonl` of a held-out split: it is then a `dataset_name` of DPO and reward models.
+Pairs of conversations are messages, so that training reads the tokens that were sampled from.
 
 The pairs are a function of the seed, the prompts and the weights, on any number of processes.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,8 +41,10 @@ from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.sampler import EngineSampler
 from common.scoring import check_sampler
+from common.text.chat import TEMPLATE_COLUMNS, as_answers, render
 from common.text.example import Example, Vocabulary
 from common.text.reading import load_splits
+from common.text.tokenise import leading_ids, tokenize_completions
 
 
 @dataclass
@@ -150,7 +154,8 @@ def sample_pairs(
         bar.update()
     bar.close()
     all_rewards = distributed.from_all_ranks(all_rewards)
-    return informative_pairs(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
+    selected = informative_pairs(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
+    return as_conversations(selected, sampler.vocabulary, config)
 
 
 def texts_with_stops(rollouts: Rollouts, vocabulary: Vocabulary) -> list[str]:
@@ -227,11 +232,13 @@ class Pair:
     """Two completions that the policy sampled, with their rewards."""
 
     row: int  # of the prompt, before rows were dropped
-    prompt: str
-    chosen: str
-    rejected: str
+    prompt: Any  # text, and at last messages if it is a conversation
+    chosen: Any
+    rejected: Any
     chosen_reward: float
     rejected_reward: float
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt; empty for text
+    options: dict[str, Any] = field(default_factory=dict)  # columns for the chat template
 
 
 def as_pairs(
@@ -247,9 +254,12 @@ def as_pairs(
         for pair in chosen_pairs[n][chosen_pairs[n, :, 0] >= 0].tolist():
             chosen, rejected = (texts[n * rewards.shape[1] + i] for i in pair)
             example = examples[n]
-            pairs.append(
-                Pair(example.row, example.prompt, chosen, rejected, *rewards[n, pair].tolist())
-            )
+            made = Pair(example.row, example.prompt, chosen, rejected, *rewards[n, pair].tolist())
+            made.messages = example.messages
+            if example.messages:
+                given = example.columns
+                made.options = {name: given[name] for name in TEMPLATE_COLUMNS if name in given}
+            pairs.append(made)
     return pairs
 
 
@@ -280,9 +290,52 @@ def informative_pairs(
     return selected
 
 
+def as_conversations(
+    pairs: Sequence[Pair], vocabulary: Vocabulary, config: PairsConfig
+) -> list[Pair]:
+    """Pairs of conversations as messages, others as they are; a UserError if none is left.
+
+    Trained on, they must be the tokens of the template's prompt and of the sampled texts. Where a
+    template writes an answer differently, the pair stays text, or is dropped if its prompt would
+    get a bos that the template does not write. Rank 0 prints the counts.
+    """
+    opening = vocabulary.tokenizer.decode(leading_ids(vocabulary.tokenizer))
+    chats = [as_messages(pair, vocabulary, config) if pair.messages else pair for pair in pairs]
+    texts = [pair if pair.prompt.startswith(opening) else None for pair in pairs]
+    written = [chat or text for chat, text in zip(chats, texts, strict=True)]
+    if num_other := chats.count(None):
+        distributed.print_rank0(
+            f"  the chat template writes an answer of {num_other} pairs differently: "
+            f"{num_other - written.count(None)} are rows of text, {written.count(None)} are dropped"
+        )
+    if not any(written):
+        raise UserError(
+            "the chat template writes every sampled answer differently, and a text would get a bos "
+            "that the template does not write; render the prompts to text yourself."
+        )
+    return [pair for pair in written if pair]
+
+
+def as_messages(pair: Pair, vocabulary: Vocabulary, config: PairsConfig) -> Pair | None:
+    """A pair with messages for texts; None if the chat template does not give its tokens back."""
+    limit = config.max_completion_length
+    sampled = tokenize_completions([pair.chosen, pair.rejected], vocabulary, limit)
+    texts = [completion.text for completion in sampled]
+    with contextlib.suppress(UserError):  # of a template that has no such turns
+        chosen, rejected = as_answers(texts, [pair.messages] * 2, vocabulary.tokenizer)
+        cells = {"prompt": pair.messages, "chosen": chosen, "rejected": rejected}
+        (row,) = render(pair.options | cells, "preference", vocabulary.tokenizer)
+        trained = tokenize_completions(row.completions, vocabulary, limit)
+        same_ids = [text.ids for text in trained] == [text.ids for text in sampled]
+        if row.prompt == pair.prompt and same_ids and not row.is_partial:
+            return replace(pair, **cells)
+    return None
+
+
 def write_rows(folder: Path, name: str, pairs: Iterable[Pair]) -> None:
     """Write pairs as rows of any stage, without the number of the prompt's row."""
-    columns = ({name: value for name, value in vars(p).items() if name != "row"} for p in pairs)
+    ours = ("row", "messages", "options")
+    columns = ({k: v for k, v in vars(p).items() if k not in ours} | p.options for p in pairs)
     write_atomically(folder / f"{name}.jsonl", map(json_line, columns))
 
 

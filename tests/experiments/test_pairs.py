@@ -13,14 +13,15 @@ import pytest
 import tiny
 import torch
 from ranks import arguments, launch
+from tokenizers.processors import TemplateProcessing
 
 import train_reward
 from common import advantages
 from common.config.parser import parse
 from common.errors import UserError
 from common.sampling.sampler import Rollouts
-from common.text.example import Example
-from common.text.reading import load_rows
+from common.text.example import Example, Vocabulary
+from common.text.reading import load_examples, load_rows
 from experiments import sample_pairs
 
 SEEDS = torch.arange(3000)
@@ -128,6 +129,105 @@ def test_a_text_keeps_the_stop_that_training_does_not_append():
     rollouts = Rollouts.of(completions, [[0.0] * 2] * 3, [True, True, False])
     texts = sample_pairs.texts_with_stops(rollouts, vocabulary)
     assert texts == [tokenizer.decode(ids) for ids in ([5], [5, other], [5, 6])]
+
+
+# ---- pairs of conversations ----------------------------------------------------------------------
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+BEGUN = [*ASKED, {"role": "assistant", "content": "It"}]
+CONTINUED = {"chat_template_kwargs": {"continue_final_message": True}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+OPTIONS = {"tools": TOOLS, "chat_template_kwargs": {"mood": "calm"}}
+WITH_OPTIONS = "{{ mood }}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + tiny.CHATML
+TRIMMED = tiny.CHATML.replace("m.content", "(m.content | trim)")
+THINKS = tiny.CHATML.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' %}<think>{% endif %}{{ m.content }}"
+)
+
+
+def chat_vocabulary(template: str, bos: str = "<|bos|>") -> Vocabulary:
+    """Of a tokenizer that begins texts with a bos, and its turns with none."""
+    tokenizer = tiny.with_template(tiny.chatml_tokenizer("<|endoftext|>"), template)
+    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+    if bos:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+        )
+    stops = ["<|im_end|>", tokenizer.eos_token]
+    return tiny.vocabulary(tokenizer.convert_tokens_to_ids(stops), tokenizer)
+
+
+def written_and_read(folder: Any, row: Any, completions: list[Any], vocabulary: Vocabulary) -> Any:
+    """The sampled prompt, and the examples and rows that two sampled completions become."""
+    flags: dict[str, Any] = {"max_prompt_length": 200, "max_completion_length": 8}
+    config = tiny.train_config(**flags)
+    file = tiny.write_rows(folder / "prompts.jsonl", [row])
+    (prompt,) = load_examples(config, str(file), "train", "prompts", vocabulary)
+    ids = [vocabulary.tokenizer(c, add_special_tokens=False)["input_ids"] for c in completions]
+    rollouts = Rollouts.of(ids, [], [row[-1] in vocabulary.stop_ids for row in ids])
+    texts = sample_pairs.texts_with_stops(rollouts, vocabulary)
+    chosen = torch.tensor([[[0, 1]]])
+    pairs = sample_pairs.as_pairs(
+        [prompt], torch.tensor([True]), texts, torch.tensor([[1.0, 0.5]]), chosen
+    )
+    pairs_config: Any = tiny.train_config(**flags)
+    pairs = sample_pairs.as_conversations(pairs, vocabulary, pairs_config)
+    sample_pairs.write_rows(folder, "train", pairs)
+    rows = load_rows(config, str(folder / "train.jsonl"), "train", "preference")
+    examples = load_examples(config, str(folder / "train.jsonl"), "train", "preference", vocabulary)
+    return prompt, ids, examples, rows
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "completions", "is_chat"),
+    [
+        (tiny.CHATML, {"prompt": ASKED}, ["Yes.<|im_end|>", "No.<|im_end|>"], True),
+        (tiny.CHATML, {"prompt": "Why?"}, ["Yes.<|im_end|>", "No.<|im_end|>"], False),
+        (WITH_OPTIONS, {"prompt": ASKED, **OPTIONS}, ["Yes.<|im_end|>", "No.<|im_end|>"], True),
+        (tiny.CHATML, {"prompt": BEGUN, **CONTINUED}, [" is.<|im_end|>", " was.<|im_end|>"], True),
+        # Broken off by the limit of 8 tokens, here of one byte each
+        (tiny.CHATML, {"prompt": ASKED}, ["\u0410\u0411\u0412\u0413", "No.<|im_end|>"], True),
+        (TRIMMED, {"prompt": ASKED}, ["Yes.<|im_end|>", "No.<|im_end|>"], True),
+    ],
+)
+def test_training_on_pairs_reads_the_tokens_that_were_sampled(
+    tmp_path, template, row, completions, is_chat
+):
+    prompt, ids, (example,), (written,) = written_and_read(
+        tmp_path, row, completions, chat_vocabulary(template)
+    )
+    assert example.prompt_ids == prompt.prompt_ids
+    assert example.completions == ids
+    assert bool(example.messages) is is_chat
+    assert written["prompt"] == row["prompt"]
+    assert {k: written[k] for k in row} == row
+    assert written["chosen_reward"] == 1.0
+    if is_chat:
+        assert [m["role"] for m in written["chosen"]] == ["assistant"]
+        assert written["rejected"][0]["content"] == completions[1].removesuffix("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "completions"),
+    [
+        (TRIMMED, [" Yes.<|im_end|>", "No.<|im_end|>"]),
+        (THINKS, ["Yes.<|im_end|>", "No.<|im_end|>"]),
+        (tiny.CHATML, ["Yes.<|endoftext|>", "No.<|im_end|>"]),
+        (tiny.CHATML + "{{ raise_exception('No') if messages | length > 2 }}", ["Yes.", "No."]),
+    ],
+)
+def test_an_answer_that_the_template_writes_differently_stays_text_or_is_dropped(
+    tmp_path, capsys, template, completions
+):
+    """A text gets a bos, which the policy did not see, where the tokenizer has one."""
+    vocabulary = chat_vocabulary(template, bos="")
+    found = written_and_read(tmp_path, {"prompt": ASKED}, completions, vocabulary)
+    prompt, ids, (example,), (written,) = found
+    assert (example.prompt_ids, written["prompt"]) == (prompt.prompt_ids, prompt.prompt)
+    assert [c[: len(i)] for c, i in zip(example.completions, ids, strict=True)] == ids
+    assert "1 pairs differently: 1 are rows of text, 0 are dropped" in capsys.readouterr().out
+    with pytest.raises(UserError, match="a text would get a bos that the template does not write"):
+        written_and_read(tmp_path, {"prompt": ASKED}, completions, chat_vocabulary(template))
 
 
 # ---- the command ---------------------------------------------------------------------------------
