@@ -73,4 +73,6 @@ def json_line(record: Mapping[str, Any]) -> str:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
     }
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
+    line = json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
+    # Half of a surrogate pair, which is no character and has no UTF-8, becomes its escape in JSON
+    return line.encode("utf-8", "backslashreplace").decode("utf-8")
