@@ -112,6 +112,16 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mappin
         ) from None
 
 
+def begins_answer(prompt: str, tokenizer: Any) -> bool:
+    """Whether a text ends as the chat template does where the answer to a user begins."""
+    asked = {"role": "user", "content": "A question."}
+    try:
+        text = rendered(tokenizer, [asked], {"add_generation_prompt": True})
+    except UserError:  # of a template that has no such turn
+        return False
+    return prompt.endswith(text.rpartition(asked["content"])[2])
+
+
 class TurnEnd:
     """The end of an assistant's turn in a chat template: its text and ids.
 

@@ -13,7 +13,7 @@ from common.text.schemas import Row
 CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memory than the ids
 LONGEST_CUE = 100  # characters behind the last blank line that are taken for a cue
 
-_CUE = "TL;DR:"
+CUE = "TL;DR:"
 _POST = re.compile(r"(?:\A|\n\n)POST:")
 _HEADER_LINES = re.compile(r"(?:SUBREDDIT:[^\n]*\n+)?(?:TITLE:[^\n]*\n+)?")
 # Where a body may be cut, best first; group 1 is what is kept, and is never blank.
@@ -164,7 +164,7 @@ def closing_cue(prompt: str) -> str:
     text = prompt.rstrip()
     _, blank_line, last = text.rpartition("\n\n")
     cue = last if blank_line and len(last) <= LONGEST_CUE else ""
-    cue = _CUE if text.endswith(_CUE) else cue.strip()
+    cue = CUE if text.endswith(CUE) else cue.strip()
     return prompt[len(text.removesuffix(cue).rstrip()) :] if cue else ""
 
 

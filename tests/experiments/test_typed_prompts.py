@@ -49,7 +49,37 @@ def test_ids_are_those_that_a_stage_reads(
     file = tiny.write_rows(tmp_path / "train.jsonl", [{"prompt": expected}])
     config, vocabulary = tiny.train_config(max_prompt_length=128), tiny.vocabulary(of=tokenizer)
     (example,) = load_examples(config, str(file), "train", "prompts", vocabulary)
-    assert chat.prompt_ids(typed, sample, tokenizer) == example.prompt_ids
+    form = chat.Form.of([sample] if sample else [], tokenizer)
+    assert form.ids(typed, tokenizer) == example.prompt_ids
+
+
+QUESTIONS = [f"Article {i} says so.\n\nIs it true of {i}?" for i in range(20)]
+ASKED = [f"Article {i} says so.\n\nAnswer:" for i in range(20)]
+HEADED = [f"SUBREDDIT: r/a{i}\n\nTITLE: b{i}\n\nPOST: c{i}" for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "header", "cue"),
+    [
+        (QUESTIONS, "", ""),
+        (QUESTIONS[:1], "", ""),  # one prompt does not say what all share
+        (QUESTIONS[:1] * 9, "", ""),
+        (ASKED, "", "\n\nAnswer:"),
+        ([*ASKED, QUESTIONS[0]], "", "\n\nAnswer:"),
+        ([*ASKED[:10], *QUESTIONS[:10]], "", ""),
+        ([*QUESTIONS, SAMPLE], "", ""),
+        (HEADED, f"SUBREDDIT: r/a0\n\n{chat.TITLE}\n\nPOST:", ""),
+        ([*HEADED[:9], *QUESTIONS[:9]], "", ""),
+        ([SAMPLE], f"SUBREDDIT: r/tifu\n\n{chat.TITLE}\n\nPOST:", "\n\nTL;DR:"),
+        (["What is the capital?"], "", ""),
+    ],
+)
+def test_a_header_and_a_cue_are_what_nearly_all_prompts_share(prompts, header, cue):
+    form = chat.Form.of(prompts, tiny.tokenizer())
+    assert form == chat.Form(is_chat=False, header=header, cue=cue)
+    assert (repr(cue) in str(form)) == bool(header or cue)
+    typed = tiny.tokenizer().decode(form.ids("What is it?", tiny.tokenizer()))
+    assert typed == (header + " ") * bool(header) + "What is it?" + cue
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +114,7 @@ def printed(monkeypatch, capsys):
 def greedy(folder, sample):
     """The most likely completion, by transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = torch.tensor([chat.prompt_ids(POST, sample, tokenizer)])
+    ids = torch.tensor([chat.Form.of([sample] if sample else [], tokenizer).ids(POST, tokenizer)])
     lm = AutoModelForCausalLM.from_pretrained(folder)
     generate = partial(lm.generate, attention_mask=torch.ones_like(ids), pad_token_id=1)
     new = generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
@@ -100,6 +130,44 @@ def test_both_models_complete_each_line_until_an_empty_one(folders, printed):
     assert out == (
         f"\nprompt: [{first}]\n{completions[0]}\n[{second}]\n{completions[1]}\n\nprompt: "
     )
+
+
+def test_the_form_is_printed_once_for_each_model(folders, printed):
+    first, second = folders
+    found = printed(f"{POST}\n{POST}", first, "--compare", second)
+    assert [line for line in found.err.splitlines() if "a prompt is" in line] == [
+        f"[{first}] {chat.Form.of([SAMPLE], tiny.tokenizer())}",
+        f"[{second}] a prompt is a user's turn of the chat template",
+    ]
+
+
+def test_the_help_has_the_keys(printed, capsys):
+    with pytest.raises(SystemExit):
+        printed("", "--help")
+    text = capsys.readouterr().out
+    for key in (r"\n  ", "?  ", "Ctrl-D"):
+        assert key in text
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_a_question_mark_draws_a_prompt_of_the_run(folders, printed, has_rows, tmp_path):
+    """A held-out one where the run's data set is there, else a sampled one, for all models."""
+    for i, folder in enumerate(folders):
+        rows = [{"prompt": f"Held out {i} {n}?"} for n in range(3)]
+        if i:
+            rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+        tiny.write_rows(tmp_path / str(i) / "test.jsonl", rows)
+        name = tmp_path / str(i) if has_rows else "gone"
+        config = f"max_completion_length: 12\ndataset_name: {name}\n"
+        folder.with_name("config.yaml").write_text(config)
+    for i, (first, second) in enumerate((folders, folders[::-1])):
+        out = printed("?\n", first, "--compare", second, "--temperature", 0).out
+        drawn = out.removeprefix("\nprompt: ").partition(f"[{first}]\n")[0]
+        assert (f"Held out {i} " in drawn) is has_rows
+        assert drawn.startswith("<|im_start|>user\n") is bool(i)
+        assert out.count(f"[{second}]") == 1
+        if not has_rows and not i:
+            assert drawn == f"{SAMPLE}\n"
 
 
 def test_samples_follow_from_the_seed_alone(folders, printed):
