@@ -179,8 +179,8 @@ def stop_token_is_trained(
         raise UserError(
             f"none of the first {len(looked_at)} training completions ends in a stop token, so "
             "that stopping would not be trained: all are longer than --max_completion_length "
-            f"{config.max_completion_length}; raise it, or say --require_stop_token false where "
-            "completions are cut by design."
+            f"{config.max_completion_length}; raise it, as to the length that is printed above, or "
+            "say --require_stop_token false where completions are cut by design."
         )
     pad_id = vocabulary.stop_ids[0]  # as GPT-2's: a mask made of the ids would leave it out
     batch = padded_batch([ended[0].prompt_ids], [ended[0].completions[:1]], pad_id)

@@ -311,7 +311,8 @@ def test_losses_are_counted_and_rows_keep_their_numbers(plain):
     longest = len(ids_of(plain, long_title))
     # Of six rows, the empty one left out: 2 2 2 2, 2 2, 5 6, 2 2, 5 2
     reasons = (
-        "1 empty completion, 2 identical pair, 1 prompt over max_prompt_length; the first is row 3"
+        "1 empty completion, 1 identical pair, 1 pair identical up to --max_completion_length, "
+        "1 prompt over max_prompt_length; the first is row 3"
     )
     counts = f"train: 3 of 7 rows ({reasons}), truncated 0 prompts and 1 completions"
     most = f"--max_prompt_length {longest} and --max_completion_length 6 would keep 95 % whole"
@@ -319,11 +320,38 @@ def test_losses_are_counted_and_rows_keep_their_numbers(plain):
     with pytest.raises(UserError) as caught:
         tokenize(rows, plain, kind="preference", max_dropped_fraction=0.5, **limits)
     assert str(caught.value) == (
-        f"split 'train' would lose 4 of 7 rows ({reasons}) and max_dropped_fraction is 0.5; clean "
-        "the data or change the length limits or max_dropped_fraction."
+        f"split 'train' would lose 4 of 7 rows ({reasons}) and --max_dropped_fraction is 0.5; "
+        "clean the data or change --max_prompt_length, --max_completion_length or "
+        "--max_dropped_fraction."
     )
     with pytest.raises(UserError, match="lose 1 of 1 rows"):
         tokenize(rows[2:3], plain, kind="preference", max_dropped_fraction=1.0, **limits)
+
+
+@pytest.mark.parametrize(
+    ("num_good", "num_equal", "fraction", "is_refused"),
+    [
+        (2, 1, 0.05, False),  # one is dropped and counted
+        (7, 1, 0.05, False),
+        (1, 1, 0.05, True),  # half of the rows
+        (0, 1, 1.0, True),  # all of them
+        (7, 1, 0.0, True),  # the flag allows none
+        (7, 2, 0.05, True),
+        (98, 5, 0.05, False),
+    ],
+)
+def test_a_single_identical_pair_is_dropped_and_counted(
+    plain, num_good, num_equal, fraction, is_refused
+):
+    pair = {"prompt": "p", "chosen": " a", "rejected": " b"}
+    rows = [pair] * num_good + [{**pair, "rejected": " a"}] * num_equal
+    if is_refused:
+        with pytest.raises(UserError, match="--max_dropped_fraction is "):
+            tokenize(rows, plain, kind="preference", max_dropped_fraction=fraction)
+        return
+    examples, report = tokenize(rows, plain, kind="preference", max_dropped_fraction=fraction)
+    assert len(examples) == num_good
+    assert f"train: {num_good} of {len(rows)} rows ({num_equal} identical pair; the" in report
 
 
 def test_the_report_is_two_lines(plain):

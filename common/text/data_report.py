@@ -38,7 +38,7 @@ def describe(rows: Sequence[TokenisedRow], split: str) -> str:
     if 2 * num_completions_cut > len(completions):
         lines.append(
             f"  warning: {num_completions_cut} of {len(completions)} completions lose their stop "
-            "token: only the others teach to stop"
+            "token: only the others teach to stop; a longer --max_completion_length keeps it"
         )
     return "\n".join(lines)
 
@@ -52,17 +52,23 @@ def drop_counts(rows: Sequence[TokenisedRow]) -> str:
 
 
 def refuse_lossy(rows: Sequence[TokenisedRow], split: str, max_dropped_fraction: float) -> None:
-    """Raise a UserError if too few rows are left."""
+    """Raise a UserError if too few rows are left.
+
+    A single row, as an identical pair, is no fault of the data set or the flags: it is dropped
+    where there are more than two, unless the flag allows none.
+    """
     if not rows:
         raise UserError(
             f"split {split!r} has nothing to train: every answer has weight 0 or train false."
         )
     num_dropped = sum(bool(row.drop_reason) for row in rows)
-    if num_dropped / len(rows) > max_dropped_fraction or num_dropped == len(rows):
+    is_single = num_dropped == 1 and len(rows) > 2 and max_dropped_fraction > 0
+    is_lossy = num_dropped > max_dropped_fraction * len(rows) and not is_single
+    if is_lossy or num_dropped == len(rows):
         raise UserError(
             f"split {split!r} would lose {num_dropped} of {len(rows)} rows ({drop_counts(rows)}) "
-            f"and max_dropped_fraction is {max_dropped_fraction}; clean the data or change the "
-            "length limits or max_dropped_fraction."
+            f"and --max_dropped_fraction is {max_dropped_fraction}; clean the data or change "
+            "--max_prompt_length, --max_completion_length or --max_dropped_fraction."
         )
 
 

@@ -228,6 +228,8 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
     elif "prompt" not in row and _blank_column(row, names):
         return {**row, "prompt": None}
     elif is_text_pair and "prompt" not in row and all(is_blank(row.get(q)) for q in QUESTIONS):
+        if values[0] == values[1]:  # dropped: as an identical pair, or without a prompt
+            return {**row, "prompt": values[0] if len(columns) == 2 else None}
         prompt = shared = shared_prompt(*values)
     else:
         return row

@@ -16,11 +16,10 @@ def shared_prompt(first: str, second: str) -> str:
     """The beginning that two texts share, up to the last place where a prompt may end.
 
     A single space at its end goes to the completions, as in `trl-lib/tldr`; other white space
-    stays. Empty for equal texts.
+    stays.
     """
     words = (first.rstrip(), second.rstrip())  # no completion is blank
-    length = len(os.path.commonprefix(words)) if first != second else 0
-    ends = (end for end in range(length, 0, -1) if may_end(*words, end))
+    ends = (i for i in range(len(os.path.commonprefix(words)), 0, -1) if may_end(*words, i))
     return re.sub(r"(?<=\S) \Z", "", first[: next(ends, 0)])
 
 

@@ -230,11 +230,14 @@ def tokenize_completions(
 def _drop_reason(row: Row, prompt: TokenisedText, completions: Sequence[TokenisedText]) -> str:
     """The reason to drop a row, empty if there is none."""
     reasons = {
+    is_equal = len(completions) == 2 and completions[0].ids == completions[1].ids
+    is_cut = is_equal and completions[0].text != completions[1].text
         "empty or no shared prompt": not prompt.text.strip(),
         "prompt over max_prompt_length": not prompt.ids,
         "answer left out in part by the chat template": row.is_partial,
         "empty completion": any(not completion.text.strip() for completion in completions),
-        "identical pair": len(completions) == 2 and completions[0].ids == completions[1].ids,
+        "pair identical up to --max_completion_length": is_cut,
+        "identical pair": is_equal,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -197,6 +197,13 @@ def test_a_null_or_equal_pair_without_a_prompt_is_dropped(
     assert [example.row for example in read(tmp_path, tokenizer, kind, rows, **flags)] == [0]
 
 
+@pytest.mark.parametrize("schema", ["pair", "implicit pair", "chat pair", "implicit chat pair"])
+def test_an_identical_pair_is_counted_as_one_in_each_schema(tmp_path, tokenizer, capsys, schema):
+    rows = [ROWS[schema]] * 3 + [{**ROWS[schema], "rejected": ROWS[schema]["chosen"]}]
+    assert [e.row for e in read(tmp_path, tokenizer, "preference", rows)] == [0, 1, 2]
+    assert "3 of 4 rows (1 identical pair; the first is row 4)" in capsys.readouterr().out
+
+
 def test_an_answer_is_no_part_of_a_prompt_to_sample_from(tmp_path, tokenizer):
     row = ROWS["implicit chat pair"]
     with pytest.raises(UserError, match="'prompt' ends with an answer of the assistant; leave it"):
