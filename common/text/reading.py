@@ -48,11 +48,36 @@ def _noted_held_out_split(config: RowsConfig, dataset_name: str) -> str:
     split = held_out_split(config, dataset_name, is_trained_on=is_trained_on)
     if dataset_name and config.dataset_test_split and not split:
         tried = " or ".join(HELD_OUT_SPLITS)
-        distributed.print_rank0(f"{dataset_name} has no split {tried}: no evaluation on it")
+        hint = _other_splits(config, dataset_name, config.dataset_train_split)
+        distributed.print_rank0(f"{dataset_name} has no split {tried}: no evaluation on it{hint}")
     return split
 
 
 def load_examples(
+def _other_splits(config: CommonConfig, dataset_name: str, trained_on: str = "") -> str:
+    """A clause with the splits that could be evaluated on, and the flag; empty without one."""
+    names = sources.split_names(
+        dataset_name, config.dataset_config * (dataset_name == config.dataset_name)
+    )
+    others = [name for name in names if name != sources.parse_split(trained_on)[0]]
+    if not others:
+        return ""
+    return (
+        f"; it has {', '.join(others)}: --dataset_test_split {others[0]} evaluates on {others[0]}"
+    )
+
+
+def note_unused_template(examples: Sequence[Example], vocabulary: Vocabulary) -> None:
+    """Print in a line that rows of text do not use the chat template that the model has."""
+    tokenizer = vocabulary.tokenizer
+    texts = [example.prompt for example in examples if not example.messages]
+    if texts and tokenizer.chat_template and not chat.begins_answer(texts[0], tokenizer):
+        distributed.print_rank0(
+            f"note: {len(texts)} of {len(examples)} rows are texts, read without the chat template "
+            "that the model has; --chat_columns true makes turns of user and assistant of them"
+        )
+
+
     config: CommonConfig,
     dataset_name: str,
     split: str,  # see `held_out_split` for one to evaluate on
@@ -117,9 +142,8 @@ def evaluated_split(config: CommonConfig, dataset_name: str) -> str:
     """The split of a data set to evaluate on; a UserError if there is none."""
     if split := held_out_split(config, dataset_name):
         return split
-    raise UserError(
-        f"{dataset_name} has no split to evaluate on; name one by --dataset_test_split."
-    )
+    hint = _other_splits(config, dataset_name) or "; name one by --dataset_test_split"
+    raise UserError(f"{dataset_name} has no split to evaluate on{hint}.")
 
 
 def has_pairs(config: CommonConfig, split: str) -> bool:

@@ -22,6 +22,7 @@ dataset_commits: dict[str, str] = {}
 HUB_TIMEOUT = 5  # seconds for the hub's first answer
 ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 OURS = ("assets", "data", "output")  # folders that recipes name, there or not
+SHARD = r"-\d+-of-(?P<shards>\d+)(?:-\w+)?"  # in the name of a file behind its split
 NO_ID = "and is no hub id (`name` or `owner/name`, where no folder `owner` is here)"
 
 
@@ -103,6 +104,35 @@ def parse_split(split: str) -> tuple[str, slice]:
     return match[1], slice(*(int(end) if end else None for end in match.groups()[1:]))
 
 
+def split_names(dataset_name: str, config: str = "") -> list[str]:
+    """The splits of a data set by name; [] of a single file, and of a hub id that is not there."""
+    import datasets
+
+    path = Path(os.path.expanduser(dataset_name))
+    if is_saved(path):
+        return [*saved_splits(os.fspath(path))]
+    if path.is_dir():
+        names = [re.split(SHARD, file.name.partition(".")[0])[0] for file in files_of(path)]
+        return [*dict.fromkeys(names)]
+    if path.exists() or not may_be_id(dataset_name):
+        return []
+    is_reachable()
+    try:
+        return [*datasets.get_dataset_split_names(dataset_name, config or None)]
+    except (OSError, ValueError, datasets.exceptions.DatasetsError):
+        return []
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of rows in a folder and its subfolder `data`, in order."""
+    return sorted(
+        file
+        for directory in (folder, folder / "data")
+        for file in (directory.iterdir() if directory.is_dir() else ())
+        if file.name.endswith(SUFFIXES)
+    )
+
+
 def data_files(dataset_name: str, split: str) -> list[Path]:
     """The files of one split; none for a folder of `save_to_disk` and for a hub id."""
     split, _ = parse_split(split)
@@ -129,21 +159,26 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
     return []
 
 
+def naming_flags(folder: Path) -> str:
+    """Advice with the flags that name a folder's splits."""
+    names = split_names(os.fspath(folder))
+    example = names[0] if names else "NAME"
+    return (
+        f"name a split by --dataset_test_split {example} or --dataset_train_split {example}, or "
+        "another folder"
+    )
+
+
 def _split_files(folder: Path, split: str) -> list[Path]:
     """The file or the shards of one split in a folder, in order."""
-    files = sorted(
-        file
-        for directory in (folder, folder / "data")
-        for file in (directory.iterdir() if directory.is_dir() else ())
-        if file.name.endswith(SUFFIXES)
-    )
-    name = re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
+    files = files_of(folder)
+    name = re.compile(re.escape(split) + rf"({SHARD})?(\.\w+)+")
     matches = {file: m for file in files if (m := name.fullmatch(file.name))}
     there = ", ".join(os.fspath(file.relative_to(folder)) for file in files) or "no data files"
     if not matches:
         raise NoSuchSplitError(
             f"folder {os.fspath(folder)!r} has no file for the split {split!r} ({split}.jsonl, "
-            f".jsonl.gz, .json or .parquet), it has: {there}; name another split or folder."
+            f".jsonl.gz, .json or .parquet), it has: {there}; {naming_flags(folder)}."
         )
     shards = [match["shards"] for match in matches.values()]
     if len(matches) != int(shards[0] or 1) or len(set(shards)) > 1:
@@ -272,7 +307,8 @@ def rows_of(name: str, split: str, config: str) -> Any:
         splits, (base, rows) = saved_splits(folder), parse_split(split)
         if base not in splits:
             raise NoSuchSplitError(
-                f"dataset_name {name!r} has no split {base!r}; it has {[*splits]}."
+                f"dataset_name {name!r} has no split {base!r}; it has {[*splits]}; "
+                f"{naming_flags(Path(folder))}."
             )
         return splits[base].select(range(len(splits[base]))[rows])
     is_reachable()

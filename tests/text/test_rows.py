@@ -279,6 +279,32 @@ def test_num_rows_takes_the_first(tmp_path):
     assert len(load_rows("synthetic", "validation", kind="preference", num_rows=5)) == 5
 
 
+@pytest.mark.parametrize("write", [write_splits, save_to_disk])
+def test_a_run_without_a_held_out_split_names_those_that_are_there(tmp_path, capsys, write):
+    folder = write(tmp_path / "rows", "train", "eval", "extra")
+    config = tiny.train_config(dataset_name=folder)
+    load_splits(config, "sft", tiny.vocabulary())
+    told = "it has eval, extra: --dataset_test_split eval evaluates on eval"
+    note = f"{folder} has no split validation or test: no evaluation on it; {told}"
+    assert capsys.readouterr().out.startswith(f"{note}\n")
+    with pytest.raises(UserError, match="has no split to evaluate on; it has .*--dataset_test_spl"):
+        reading.evaluated_split(config, folder)
+    assert "name a split by --dataset_test_split " in refusal(folder, "nope")
+    named = tiny.train_config(dataset_name=folder, dataset_test_split="eval")
+    assert len(load_splits(named, "sft", tiny.vocabulary())[1]) == len(SFT)
+
+
+def test_shards_and_hub_ids_have_names_of_splits_too(tmp_path, monkeypatch):
+    for i in range(2):
+        write_parquet(tmp_path / "data" / f"dev-0000{i}-of-00002-ab12.parquet", SFT)
+    write_jsonl(tmp_path / "my-rows.jsonl.gz", SFT)
+    assert sources.split_names(str(tmp_path)) == ["dev", "my-rows"]
+    assert sources.split_names(str(tmp_path / "my-rows.jsonl.gz")) == []
+    monkeypatch.setattr(sources, "is_reachable", lambda: True)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: [name, config])
+    assert sources.split_names("a/b", "c") == ["a/b", "c"]
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
@@ -582,6 +608,8 @@ def test_a_prompt_beside_messages_that_do_not_hold_it_is_refused(tmp_path):
 )
 def test_row_source(row, expected):
     assert source_of(Row(row["prompt"], [], row)) == expected
+    asked = [{"role": "user", "content": row["prompt"]}]  # of a chat, what the user says
+    assert source_of(Row(f"<|user|>{row['prompt']}<|assistant|>", [], row, 0, asked)) == expected
 
 
 def test_a_split_may_be_some_of_its_rows_as_in_datasets(tmp_path):
