@@ -214,7 +214,12 @@ def load_data(
 
     Without pairs data set and split are those of the prompts. A UserError without both.
     """
-    from common.text.reading import evaluated_split, has_pairs, load_examples
+    from common.text.reading import (
+        evaluated_split,
+        has_pairs,
+        load_examples,
+        note_unused_template,
+    )
 
     pairs: Sequence[Example] = []
     prompts: Sequence[Example] = []
@@ -238,6 +243,7 @@ def load_data(
         )
         if not pairs:
             dataset, split_name = name, split_of_prompts
+    note_unused_template(pairs or prompts, vocabulary)
     rewards.check_rows(prompts)
     return dataset, split_name, pairs, prompts
 

@@ -46,7 +46,12 @@ class CommonConfig(flags.ModelFlags):
         "tldr: cut the post at a newline or sentence, keep header and cue; start: drop tokens",
         ["tldr", "start"],
     )
-    max_dropped_fraction: float = flag(0.05, "refuse a split that loses a larger share", ge=0, le=1)
+    max_dropped_fraction: float = flag(
+        0.05, "refuse a split that loses a larger share, but for a single row (0: any)", ge=0, le=1
+    )
+    chat_columns: bool = flag(
+        False, "texts become turns of the chat template: prompt the user's, the others answers"
+    )
 
     _speed: ClassVar = flags.SPEED
     layout: str = free_flag(

@@ -31,6 +31,7 @@ def load_splits(
         shown = data_report.marked(train_set[0], vocabulary.tokenizer)
         distributed.print_rank0(f"  row {train_set[0].row + 1}, [[trained]]: {shown}")
     eval_set = load_examples(config, name, held_out, kind, vocabulary, config.num_eval_rows)
+    note_unused_template(train_set, vocabulary)
     return train_set, eval_set
 
 
@@ -53,7 +54,6 @@ def _noted_held_out_split(config: RowsConfig, dataset_name: str) -> str:
     return split
 
 
-def load_examples(
 def _other_splits(config: CommonConfig, dataset_name: str, trained_on: str = "") -> str:
     """A clause with the splits that could be evaluated on, and the flag; empty without one."""
     names = sources.split_names(
@@ -78,6 +78,7 @@ def note_unused_template(examples: Sequence[Example], vocabulary: Vocabulary) ->
         )
 
 
+def load_examples(
     config: CommonConfig,
     dataset_name: str,
     split: str,  # see `held_out_split` for one to evaluate on
@@ -91,6 +92,8 @@ def note_unused_template(examples: Sequence[Example], vocabulary: Vocabulary) ->
     """
     if not dataset_name or not split:
         return []
+    if config.chat_columns and not vocabulary.tokenizer.chat_template:
+        raise config.refused("chat_columns", "false for a tokenizer without a chat template")
     with distributed.together():
         raw_rows = load_rows(config, dataset_name, split, kind, num_rows)
         bar = distributed.progress_bar("rendering", len(raw_rows), unit="row", items=raw_rows)
@@ -109,9 +112,13 @@ def note_unused_template(examples: Sequence[Example], vocabulary: Vocabulary) ->
 def load_rows(
     config: CommonConfig, dataset_name: str, split: str, kind: str, num_rows: int = 0
 ) -> list[RawRow]:
-    """Read one split, and bring every row to the schema of its kind; see `schemas.standardise`."""
+    """Read one split, and bring every row to the schema of its kind; see `schemas.standardise`.
+
+    With `--chat_columns` rows of text become conversations.
+    """
     label, raw_rows = sources.read_split(config, dataset_name, split, kind, num_rows)
-    return schemas.standardise(raw_rows, kind, label)
+    rows = schemas.standardise(raw_rows, kind, label)
+    return [schemas.as_turns(row, kind) for row in rows] if config.chat_columns else rows
 
 
 def held_out_split(config: CommonConfig, dataset_name: str, *, is_trained_on: bool = False) -> str:

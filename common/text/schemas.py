@@ -237,6 +237,25 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
     return {**row, "prompt": prompt, **answers}
 
 
+def as_turns(row: RawRow, kind: str) -> RawRow:
+    """A row of texts as a conversation: the prompt is the user's turn, the others are answers.
+
+    White space around a text, which separates it from the others, is cut. A row with a blank cell,
+    which is dropped, stays as it is.
+    """
+    if not isinstance(row["prompt"], str) or _blank_column(
+        row, (*COMPLETION_COLUMNS[kind], "prompt")
+    ):
+        return row
+    roles = {"prompt": "user", **dict.fromkeys(("completion", *PAIR), "assistant")}
+    turns = {
+        name: [{"role": role, "content": row[name].strip()}]
+        for name, role in roles.items()
+        if isinstance(row.get(name), str) and row[name].strip()
+    }
+    return row | turns
+
+
 def _fault(row: RawRow, kind: str) -> str:
     """The reason that a row does not fit the schema of its kind, empty if it does."""
     columns = (*COMPLETION_COLUMNS[kind], "prompt")

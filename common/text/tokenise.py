@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from common import distributed
 from common.config.stages import CommonConfig
 from common.text.example import Example, Vocabulary
-from common.text.schemas import Row
+from common.text.schemas import Row, content
 
 CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memory than the ids
 LONGEST_CUE = 100  # characters behind the last blank line that are taken for a cue
@@ -95,9 +95,10 @@ def source_of(row: Row) -> str:
         return source
     if isinstance(batch, str) and "cnndm" in batch:
         return "cnn_dm"
-    if row.prompt.startswith("SUBREDDIT: r/"):
+    prompt = content(row.messages[-1]) if row.messages else row.prompt
+    if prompt.startswith("SUBREDDIT: r/"):
         return "tldr"
-    is_article = row.prompt.startswith("TITLE:") and "\n\nPOST:" not in row.prompt
+    is_article = prompt.startswith("TITLE:") and "\n\nPOST:" not in prompt
     return "cnn_dm" if is_article else "other"
 
 
@@ -229,9 +230,9 @@ def tokenize_completions(
 
 def _drop_reason(row: Row, prompt: TokenisedText, completions: Sequence[TokenisedText]) -> str:
     """The reason to drop a row, empty if there is none."""
-    reasons = {
     is_equal = len(completions) == 2 and completions[0].ids == completions[1].ids
     is_cut = is_equal and completions[0].text != completions[1].text
+    reasons = {
         "empty or no shared prompt": not prompt.text.strip(),
         "prompt over max_prompt_length": not prompt.ids,
         "answer left out in part by the chat template": row.is_partial,

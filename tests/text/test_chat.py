@@ -7,10 +7,14 @@ assistant's last turn does and ends in the stop token, and a prompt of messages 
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
 
+import evaluate
+from common.config.evaluate import EvaluateConfig
 from common.data import PromptGroup, collate
 from common.errors import UserError
 from common.evaluation.measure import judge_completions
@@ -18,7 +22,8 @@ from common.rewards.models import RewardModelFunction
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.chat import TurnEnd, render, to_end_of_turn
-from common.text.reading import load_examples
+from common.text.reading import load_examples, load_splits
+from common.text.schemas import COMPLETION_COLUMNS
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 LENGTHS = {"max_prompt_length": 60, "max_completion_length": 20}
@@ -223,6 +228,103 @@ def test_a_judge_with_another_template_reads_messages_by_its_own(tmp_path, chatm
 def test_text_is_left_as_it_is(tmp_path, chatml):
     (example,) = load(tmp_path, chatml, "sft", {"prompt": "Why?", "completion": " Because."})
     assert (example.prompt, example.messages) == ("Why?", [])
+
+
+BLUE, GREEN = "The sky is blue.", "The sky is green."
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "columns"),
+    [
+        ("sft", {"prompt": "Sky?\n\n", "completion": " Blue.\n"}, ("Sky?", "Blue.")),
+        (
+            "preference",
+            {"prompt": "Sky?", "chosen": "Blue", "rejected": "Red"},
+            ("Sky?", "Blue", "Red"),
+        ),
+        ("preference", {"chosen": BLUE, "rejected": GREEN}, ("The sky is", "blue.", "green.")),
+        ("prompts", {"prompt": "Sky?", "completion": "Blue."}, ("Sky?",)),
+        ("prompts", {"chosen": BLUE, "rejected": GREEN}, ("The sky is",)),
+    ],
+)
+def test_columns_of_texts_become_turns_on_request(tmp_path, chatml, kind, row, columns):
+    """They are read as the same row of messages is."""
+    (example,) = load(tmp_path, chatml, kind, row, chat_columns=True)
+    names = ("prompt", *COMPLETION_COLUMNS[kind])
+    roles = ("user", "assistant", "assistant")
+    cells = zip(names, roles, columns, strict=False)
+    turns = {name: [{"role": role, "content": text}] for name, role, text in cells}
+    (expected,) = load(tmp_path, chatml, kind, turns)
+    assert example.messages == expected.messages == turns["prompt"]
+    assert example.prompt_ids == expected.prompt_ids
+    assert example.completions == expected.completions
+    if "completion" in example.columns:  # evaluation compares with it
+        assert example.columns["completion"] == [{"role": "assistant", "content": "Blue."}]
+
+
+@pytest.mark.parametrize(("chat_columns", "is_noted"), [(True, False), (False, True)])
+@pytest.mark.parametrize("score_pairs", [True, False])
+def test_an_evaluation_reads_texts_as_training_does(
+    tmp_path, chatml, capsys, chat_columns, is_noted, score_pairs
+):
+    row = {"prompt": "Sky?", "chosen": "Blue.", "rejected": "Red."}
+    tiny.write_rows(tmp_path / "test.jsonl", [row] * 3)
+    name = str(tmp_path / "test.jsonl")
+    flags = {"dataset_name": name, "max_prompt_length": 60, "chat_columns": chat_columns}
+    config = EvaluateConfig(output_dir="unused", policies=["a"], score_pairs=score_pairs, **flags)
+    vocabulary = tiny.vocabulary([chatml.eos_token_id], chatml)
+    rewards: Any = SimpleNamespace(check_rows=lambda prompts: None)
+    _, _, pairs, prompts = evaluate.load_data(config, vocabulary, rewards)
+    (trained, *_) = load_examples(
+        tiny.train_config(**flags), name, "train", "preference", vocabulary
+    )
+    assert bool(trained.messages) is chat_columns
+    assert [e.prompt_ids for e in (*pairs, *prompts)] == [trained.prompt_ids] * (
+        3 + 3 * score_pairs
+    )
+    assert [pair.completions for pair in pairs] == [trained.completions] * 3 * score_pairs
+    assert capsys.readouterr().out.count("note: 3 of 3 rows are texts") == is_noted
+
+
+def test_blank_texts_are_no_turns_and_messages_stay(tmp_path, chatml):
+    chat_row = {"prompt": [USER], "completion": [FIRST]}
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": " ", "completion": "b"}, chat_row] * 2
+    rows += [{"prompt": "a", "completion": None}]
+    file = tiny.write_rows(tmp_path / "train.jsonl", rows)
+    config = tiny.train_config(chat_columns=True, max_dropped_fraction=0.5)
+    vocabulary = tiny.vocabulary([chatml.eos_token_id], chatml)
+    examples = load_examples(config, str(file), "train", "sft", vocabulary)
+    assert [example.row for example in examples] == [0, 2, 3, 5]
+    assert [e.messages[0]["content"] for e in examples[:2]] == ["a", "Why?"]
+
+
+def test_turns_need_a_chat_template(tmp_path, tokenizer):
+    plain = tiny.with_template(tokenizer, None)
+    with pytest.raises(UserError, match="--chat_columns is true; it must be false for a tokenizer"):
+        load(tmp_path, plain, "sft", {"prompt": "a", "completion": "b"}, chat_columns=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "has_template", "chat_columns", "is_noted"),
+    [
+        ({"prompt": "Why?", "completion": "So."}, True, False, True),
+        ({"prompt": "Why?", "completion": "So."}, True, True, False),
+        ({"prompt": "Why?", "completion": "So."}, False, False, False),
+        ({"prompt": [USER], "completion": [FIRST]}, True, False, False),
+        # Rendered by the user
+        ({"prompt": chat(USER) + TURN, "completion": "So.<|im_end|>"}, True, False, False),
+    ],
+)
+def test_a_template_that_rows_of_text_do_not_use_is_noted_once(
+    tmp_path, chatml, capsys, row, has_template, chat_columns, is_noted
+):
+    of = chatml if has_template else tiny.with_template(chatml, None)
+    for name in ("train", "test"):
+        tiny.write_rows(tmp_path / f"{name}.jsonl", [row] * 3)
+    config = tiny.train_config(dataset_name=str(tmp_path), chat_columns=chat_columns)
+    load_splits(config, "sft", tiny.vocabulary([of.eos_token_id], of))
+    note = "note: 3 of 3 rows are texts, read without the chat template"
+    assert capsys.readouterr().out.count(note) == is_noted
 
 
 @pytest.mark.parametrize(
