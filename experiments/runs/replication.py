@@ -10,7 +10,8 @@ from common.report.blocks import Block, Picture, Section, Table
 from experiments.runs.outcomes import Measured, about, over_seeds, seeds_interval
 from experiments.runs.power import HEADERS, NOTE
 from experiments.runs.sweep.effects import Effect, Effects, draw
-from experiments.runs.sweep.sweep_file import Variant, entry
+from experiments.runs.sweep.sweep_file import Variant
+from experiments.runs.sweep.typed import built
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,19 @@ class Published:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class PublishedValues:
+    """The whole file."""
+
+    published: Sequence[Published]
+
+
 def read_published(file: Path) -> list[Published]:
     """The lines of `published.yaml`; none where there is no such file."""
-    rows = read_recipe(str(file), typed=True)["published"] if file.is_file() else []
-    return [entry(Published, row, f"{file}, published[{i}]") for i, row in enumerate(rows)]
+    if not file.is_file():
+        return []
+    values: PublishedValues = built(PublishedValues, read_recipe(str(file), typed=True), str(file))
+    return list(values.published)
 
 
 # ---- the report ----------------------------------------------------------------------------------

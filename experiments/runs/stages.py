@@ -38,6 +38,17 @@ PATCHED = Path(__file__).with_name("patched.py")
 BEGUN = "started.json"
 DRIVER_LOCK = ".driver.lock"
 LOG = "stage.log"
+# The stages in order, by the names of their recipes, and their scripts. `reward-small.yaml` is a
+# second recipe of `reward`.
+CHAIN = {
+    "sft": "train_sft.py",
+    "pairs": "experiments/sample_pairs.py",
+    "reward": "train_reward.py",
+    "dpo": "train_dpo.py",
+    "grpo": "train_grpo.py",
+    "evaluate": "evaluate.py",
+    "frontier": "experiments/runs/overoptimization/__main__.py",
+}
 # A driver starts the processes of its stages itself.
 DRIVERS = ("experiments/runs/overoptimization/__main__.py",)
 TAIL = 40  # lines of a failed run's output that its error repeats
@@ -149,12 +160,15 @@ def config_of(stage: Stage) -> Any:
 
 
 def check_flags(stages: Iterable[Stage]) -> None:
-    """Refuse flags that a script refuses, before the first of many runs."""
+    """Refuse flags that a script refuses, and a patch that is no file, before the first run."""
     for stage in stages:
+        where = f"{stage.script} for {stage.output_dir}"
+        if stage.patch and not stage.patch.is_file():
+            raise UserError(f"{where}: the patch {stage.patch} must be a file.")
         try:
             config_of(stage)
         except UserError as error:
-            raise UserError(f"{stage.script} for {stage.output_dir}: {error}") from None
+            raise UserError(f"{where}: {error}") from None
 
 
 def script_arguments(stage: Stage) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.config.recipes import read_recipe
 from experiments.evidence.records import current
-from experiments.runs.sweep.sweep_file import entry
+from experiments.runs.sweep.typed import built
 
 ROOT = Path(__file__).resolve().parents[3]
 STUDIES, RECORDS = ROOT / "assets" / "recipes", ROOT / "assets" / "results"
@@ -82,7 +82,7 @@ def recordings() -> dict[str, Recording]:
     for file in sorted(STUDIES.glob("*/record.yaml")):
         for name, values in read_recipe(str(file), typed=True).items():
             where = {"name": name, "study": file.parent.name}
-            by_name[name] = entry(Recording, where | values, f"{file}, {name}")
+            by_name[name] = built(Recording, where | values, str(file), name)
 
     def level(recording: Recording) -> int:
         needed = {path.split("/")[1] for path in recording.needs if path.startswith("output/")}

@@ -15,20 +15,25 @@
 
 A variant is its stage with more flags, or with a patch (`patched.py`). With `compared_with: grpo`
 every judged run, the base's stages too, is compared with that stage of the base, not with its own.
+Reference and judge may also be folders of finished models, as output/sft/model.
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.config.recipes import read_recipe
 from common.errors import UserError
-from experiments.runs.stages import Stage, moved
+from experiments.runs.stages import CHAIN, Stage, moved
+from experiments.runs.sweep.typed import built
 
-Entry = TypeVar("Entry")
 AS_IS = "as in the recipe"  # the choice of a run of the base chain
+BASE, EVALUATION = "base", "evaluation"  # folders of a seed that are no variant's
+LONGEST_SLUG = 200  # characters; a file system takes names of 255 bytes
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,9 @@ class Evaluation:
     """The flags of evaluate.py, by which all runs of a seed are judged."""
 
     config: str
-    reference: str  # the stage of the base chain to which the KL is measured
-    judge: str = ""  # the stage of the base chain whose reward model scores generations, if any
+    # Each a stage of the base chain, or the folder of a finished model
+    reference: str  # the policy to which the KL is measured
+    judge: str = ""  # the reward model that scores generations, if any
     flags: Mapping[str, Any] = field(default_factory=dict)
     policy_flags: Mapping[str, Any] = field(default_factory=dict)  # where policies are judged
 
@@ -64,10 +70,9 @@ class Variant:
     num_processes: int = 1
 
     @property
-    def slug(self) -> str:
-        """Name of its folder."""
-        words = f"{self.stage} {self.detail} {self.choice}".lower()
-        return re.sub(r"[^a-z0-9]+", "_", words).strip("_")
+    def words(self) -> tuple[str, str, str]:
+        """What distinguishes it from other variants."""
+        return self.stage, self.detail, self.choice
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,12 @@ class Sweep:
     def runs(self) -> dict[str, Variant]:
         """The base chain as it is, and the variants, by the names of their runs."""
         base = {stage: Variant(stage, AS_IS, stage) for stage in self.base}
-        return base | {line.slug: line for line in self.variants}
+        names = run_names([line.words for line in self.variants], {*base, BASE, EVALUATION})
+        return base | dict(zip(names, self.variants, strict=True))
 
     def folders(self, seed: int) -> dict[str, Path]:
         """The folder of each run."""
-        root, parents = Path(self.output_dir) / f"seed_{seed}", dict.fromkeys(self.base, "base")
+        root, parents = Path(self.output_dir) / f"seed_{seed}", dict.fromkeys(self.base, BASE)
         return {run: root / parents.get(run, run) / line.stage for run, line in self.runs().items()}
 
     def training(self, seed: int) -> Iterator[Stage]:
@@ -111,13 +117,15 @@ class Sweep:
                 is_model = self.base[line.stage].script == "train_reward.py"
                 (models if is_model else policies).append(f"{folders[run]}/model")
         flags = {"seed": seed, **filled_in(judging.flags, folders)}
-        config, root = Path(judging.config), Path(self.output_dir) / f"seed_{seed}" / "evaluation"
+        config, root = Path(judging.config), Path(self.output_dir) / f"seed_{seed}" / EVALUATION
         if policies:
+            models_of = {stage: f"{folders[stage]}/model" for stage in self.base}
+            reference, judge = (models_of.get(n, n) for n in (judging.reference, judging.judge))
             of_policies = {
                 **filled_in(judging.policy_flags, folders),
                 "policies": policies,
-                "ref_model_name_or_path": f"{folders[judging.reference]}/model",
-                "reward_models": [f"{folders[judging.judge]}/model"] if judging.judge else [],
+                "ref_model_name_or_path": reference,
+                "reward_models": [judge] if judge else [],
             }
             yield Stage("evaluate.py", root / "policies", config, flags | of_policies)
         if models:
@@ -137,41 +145,75 @@ def filled_in(flags: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str
     return filled
 
 
+def run_names(variants: Iterable[Sequence[str]], taken: set[str]) -> list[str]:
+    """Names of folders, from the words of each variant: their letters a-z and digits.
+
+    Where these do not distinguish it, a name ends with a digest of the words: of other letters and
+    signs than ASCII's, and where a variant before it or something in `taken` has the name.
+    """
+    names: list[str] = []
+    for words in variants:
+        text = " ".join(words)
+        slug = re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+        is_whole = text.isascii() and len(slug) <= LONGEST_SLUG
+        if not is_whole or slug in {*taken, *names}:
+            digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8]
+            slug = f"{slug[:LONGEST_SLUG]}_{digest}"
+        names.append(slug)
+    return names
+
+
 # ---- reading -------------------------------------------------------------------------------------
 
 
 def read_sweep(path: str, **changes: Any) -> Sweep:
     """The sweep that a file describes, with other seeds or another folder in `changes`."""
     where = f"--config {path}"
-    top = entry(Sweep, read_recipe(path, typed=True), where)
-    variants: Sequence[Any] = top.variants
-    sweep = replace(
-        top,
-        base={name: entry(Base, v, f"{where}, base.{name}") for name, v in top.base.items()},
-        evaluation=entry(Evaluation, top.evaluation, f"{where}, evaluation"),
-        variants=[entry(Variant, v, f"{where}, variants[{i}]") for i, v in enumerate(variants)],
-        **changes,
-    )
-    judged = [name for name, stage in sweep.base.items() if stage.outcomes]
-    named = [("evaluation.reference", sweep.evaluation.reference, list(sweep.base))]
-    named.append(("evaluation.judge", sweep.evaluation.judge, [*sweep.base, ""]))
-    named.append(("compared_with", sweep.compared_with, [*judged, ""]))
-    named += [(f"stage of variant {v.choice!r}", v.stage, judged) for v in sweep.variants]
-    for key, name, choices in named:
-        if name not in choices:
-            allowed = ", ".join(filter(None, choices))
-            raise UserError(f"{where} has the {key} {name!r}; it must be one of {allowed}.")
-    slugs = [variant.slug for variant in sweep.variants]
-    for key, names in (("seeds", sweep.seeds), ("variants", slugs)):
-        if len(set(names)) < len(names):
-            raise UserError(f"{where} has the {key} {names}; each must be there once.")
+    sweep: Sweep = replace(built(Sweep, read_recipe(path, typed=True), where), **changes)
+    for key in ("seeds", "base"):
+        if not getattr(sweep, key):
+            raise UserError(f"{where} has no {key}; it must have at least one.")
+    refuse_names_of_no_folder(sweep.base, where)
+    refuse_unknown(sweep, where)
+    each: dict[str, list[Any]] = {"seeds": list(sweep.seeds)}
+    each["variants"] = [variant.words for variant in sweep.variants]
+    for key, names in each.items():
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{where} has the {key} {repeated}; each must be there once.")
     return sweep
 
 
-def entry(cls: type[Entry], values: Any, where: str) -> Entry:
-    """A mapping of a file as a dataclass; a UserError for an unknown or a missing key."""
-    try:
-        return cls(**values)
-    except TypeError as error:
-        keys = ", ".join(f.name for f in fields(cls))  # type: ignore[arg-type]
-        raise UserError(f"{where}: {error} (the keys are {keys}).") from None
+def refuse_names_of_no_folder(stages: Iterable[str], where: str) -> None:
+    """Refuse stages whose names can be no folders, or on some file systems one folder only."""
+    lower: dict[str, str] = {}
+    for name in stages:
+        if Path(name).name != name or name == "..":
+            raise UserError(f"{where} has the stage {name!r}; its name must be that of a folder.")
+        if (other := lower.setdefault(name.casefold(), name)) != name:
+            text = "they must differ by more than capital letters"
+            raise UserError(f"{where} has the stages {other!r} and {name!r}; {text}.")
+
+
+def refuse_unknown(sweep: Sweep, where: str) -> None:
+    """Refuse what names no stage, script, file or model, and numbers that cannot be."""
+    judged = [name for name, stage in sweep.base.items() if stage.outcomes]
+    scripts = list(dict.fromkeys(CHAIN.values()))
+    stages, folders = list(sweep.base), "the folder of a finished model"
+    named = [(f"script of {n}", base.script, scripts, "") for n, base in sweep.base.items()]
+    named.append(("evaluation.reference", sweep.evaluation.reference, stages, folders))
+    named.append(("evaluation.judge", sweep.evaluation.judge, [*stages, ""], folders))
+    named.append(("compared_with", sweep.compared_with, [*judged, ""], ""))
+    named += [(f"stage of variant {v.choice!r}", v.stage, judged, "") for v in sweep.variants]
+    for key, name, choices, other in named:
+        if name not in choices and not (other and is_model(name)):
+            allowed = " or ".join(filter(None, [", ".join(filter(None, choices)), other]))
+            raise UserError(f"{where} has the {key} {name!r}; it must be one of {allowed}.")
+    for variant in sweep.variants:
+        if variant.num_processes < 1:
+            number = f"num_processes {variant.num_processes} of variant {variant.choice!r}"
+            raise UserError(f"{where} has the {number}; it must be above 0.")
+
+
+def is_model(path: str) -> bool:
+    """Whether a path is the folder of a model that is there."""
+    return (Path(path).expanduser() / "config.json").is_file()
