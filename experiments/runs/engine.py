@@ -10,6 +10,7 @@ processes and the jobs that it had left, and starts none twice.
 """
 
 import os
+import shlex
 import sys
 import time
 from collections import Counter, defaultdict
@@ -25,7 +26,7 @@ from common.errors import UserError
 from common.record.run_folder import read_metrics
 from experiments.runs.executors import FAILED, JOBS, EngineFlags, Here, Processes, failure_of
 from experiments.runs.slurm import Slurm
-from experiments.runs.stages import Stage, StageFailed, flag_texts, is_finished
+from experiments.runs.stages import Stage, StageFailed, command, flag_texts, is_finished
 
 ACTIVE = ("running", "queued")
 
@@ -46,6 +47,26 @@ def run_stages(runs: Sequence[Stage], engine: EngineFlags, study_dir: Path) -> N
             study.look()
     if study.failures:
         raise study.failure()
+
+
+def print_runs(runs: Sequence[Stage]) -> None:
+    """Print every run in the order in which they are made: its folder, its state, its command."""
+    order = TopologicalSorter({run.output_dir: needs(run, runs) for run in runs})
+    order.prepare()
+    by_folder = {run.output_dir: run for run in runs}
+    ready: list[Path] = []
+    finished: set[Path] = set()
+    while order.is_active():
+        ready = sorted([*ready, *order.get_ready()], key=list(by_folder).index)
+        folder = ready.pop(0)
+        order.done(folder)
+        run = by_folder[folder]
+        # One that builds on a run that is made again is made again too
+        if finished.issuperset(needs(run, runs)) and is_finished(run):
+            finished.add(folder)
+        print(f"# {folder}: {'finished' if folder in finished else 'to be made'}")
+        print(shlex.join(command(run)), flush=True)
+    print(f"# {len(finished)} of {len(by_folder)} runs are finished", flush=True)
 
 
 def executor_of(

@@ -35,6 +35,7 @@ class EngineFlags:
     """The number of runs at once, and their place."""
 
     _engine: ClassVar = "many runs at once"
+    dry_run: bool = free_flag(False, "check all flags, print the runs with commands, and end")
     parallel: int = free_flag(0, "runs at once (0: on this host one, by Slurm all that are ready)")
     executor: str = free_flag("local", "this host, or a job of Slurm a run", ["local", "slurm"])
     slurm_partition: str = free_flag("", "partition of the jobs (empty: the cluster's)")

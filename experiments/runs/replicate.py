@@ -16,14 +16,13 @@ one stage, which wins. `model_name_or_path=X` and `dataset_name=X` replace the f
 and data set wherever a flag of the recipe names them as a model or as a data set, so the stages
 stay a chain; with a model comes its tokenizer, unless X is a config (.json). The report says that a
 run with overrides is not the recipe. A stage that `patches.yaml` names is run with that Python file
-(`patched.py`). The commands of all stages are checked and printed before the first is run, and
-`--dry_run true` ends there.
+(`patched.py`). The flags of all stages are checked before the first is run. `--dry_run` prints the
+runs with their commands, and ends.
 
 Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 """
 
 import os
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -35,16 +34,16 @@ from common.config.flags import flag
 from common.config.parser import parse
 from common.config.recipes import read_recipe
 from common.errors import UserError, hint
-from experiments.runs.engine import run_stages
+from experiments.runs.engine import print_runs, run_stages
 from experiments.runs.executors import StudyFlags
 from experiments.runs.outcomes import measured, systems_by_run, value_records, write_results
 from experiments.runs.replication import differences, read_published, report
 from experiments.runs.stages import (
+    CHAIN,
     DRIVERS,
     ROOT,
     Stage,
     check_flags,
-    command,
     config_class,
     config_of,
     exit_with_status,
@@ -56,17 +55,6 @@ from experiments.runs.sweep.effects import effect_records
 RECIPES = Path("assets/recipes")
 PUBLISHED, ROW_MAKER = "published.yaml", "make_rows.py"
 PATCHES = "patches.yaml"  # a Python file by stage, which `patched.py` runs before it
-# The stages in order, by the names of their recipes, and their scripts. `reward-small.yaml` is a
-# second recipe of `reward`.
-CHAIN = {
-    "sft": "train_sft.py",
-    "pairs": "experiments/sample_pairs.py",
-    "reward": "train_reward.py",
-    "dpo": "train_dpo.py",
-    "grpo": "train_grpo.py",
-    "evaluate": "evaluate.py",
-    "frontier": "experiments/runs/overoptimization/__main__.py",
-}
 # Overrides of all stages by which another name stands wherever the recipe has the first stage's
 START = ("model_name_or_path", "dataset_name")
 
@@ -80,7 +68,6 @@ class ReplicateConfig(StudyFlags):
     output_dir: str = flag("", "folder of all runs (empty: output/replicate/<recipe>)")
     overrides: list[str] = flag([], "flag=value for all stages that have it, or stage.flag=value")
     report_only: bool = flag(False, "run nothing: report what is finished")
-    dry_run: bool = flag(False, "check the flags of all stages, print their commands, and end")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replicated."""
@@ -114,8 +101,7 @@ def main(config: ReplicateConfig) -> None:
     stages = [stage for by_name in chains.values() for stage in by_name.values()]
     if not config.report_only:
         check_flags(stages)
-        for stage in stages:
-            print(shlex.join(command(stage)), flush=True)
+        print_runs(stages)
         if config.dry_run:
             return
         refuse_missing_rows(config, stages)
@@ -218,12 +204,12 @@ def script_of(name: str) -> str:
 def run_folders(recipes: Mapping[str, Mapping[str, Any]], root: str) -> dict[str, str]:
     """The folder in `root` of each stage's run, by the folder that its recipe names."""
     named = [(name, recipe.get("output_dir", name).rstrip("/")) for name, recipe in recipes.items()]
-    stages = {old: name for name, old in named}
+    stages = {os.path.normpath(old): name for name, old in named}
     for name, old in named:
-        if name != stages[old]:
-            raise UserError(f"{name}.yaml and {stages[old]}.yaml have the same output_dir: {old}.")
-    top = os.path.commonpath([Path(old).absolute().parent for old in stages])
-    return {old: f"{root}/{os.path.relpath(old, top)}" for old in stages}
+        if name != (other := stages[os.path.normpath(old)]):
+            raise UserError(f"{name}.yaml and {other}.yaml have the same output_dir: {old}.")
+    top = os.path.commonpath([Path(old).absolute().parent for _, old in named])
+    return {old: f"{root}/{os.path.relpath(old, top)}" for _, old in named}
 
 
 def other_names(key: str, value: Any, start: Mapping[str, Mapping[str, str]]) -> Mapping[str, str]:

@@ -22,7 +22,8 @@ How this differs from the paper:
 
 The data is any with prompts and pairs. Every run is a stage script, `evaluate.py` measures, and no
 run is made twice; the policies of a seed are one evaluation. A seed with a run that failed holds
-back no other. Three seeds of the demo take about half an hour of one core.
+back no other. Three seeds of the demo take about half an hour of one core. `--dry_run` prints the
+runs with their commands.
 Writes `results.json`, `report.html`, `report.md` and `plots/` to output_dir.
 """
 
@@ -33,7 +34,7 @@ from pathlib import Path
 from common.config.parser import parse
 from common.errors import UserError
 from common.record import run_folder
-from experiments.runs.engine import run_stages
+from experiments.runs.engine import print_runs, run_stages
 from experiments.runs.executors import EngineFlags
 from experiments.runs.outcomes import write_results
 from experiments.runs.overoptimization.config import OveroptimizationConfig
@@ -46,8 +47,14 @@ from experiments.runs.stages import StageFailed, check_flags, exit_with_status, 
 def main(config: OveroptimizationConfig) -> None:
     """Make the runs of every seed, and report what they measured."""
     output_dir = Path(config.output_dir)
-    run_folder.save_run_files(output_dir, config, config.num_processes)
     chains = [Chain(config, seed) for seed in config.seeds]
+    if config.dry_run:
+        planned = [run for each in chains for run in each.planned()]
+        check_flags(planned)
+        print_runs(planned)
+        print("# then evaluate.py of each seed's policies, GRPO's checkpoints among them")
+        return
+    run_folder.save_run_files(output_dir, config, config.num_processes)
     run_dirs: list[Path] = []
     failures: list[Exception] = []
     left = [each.phases() for each in chains]  # of seeds without a failure

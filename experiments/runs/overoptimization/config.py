@@ -56,6 +56,12 @@ class OveroptimizationConfig(SamplingConfig, StudyFlags):
             raise UserError("--sft_recipe is empty; name a recipe, or give --model_name_or_path.")
         if not self.reward_recipe and not self.proxy:
             raise UserError("--reward_recipe is empty; name a recipe, or give --proxy.")
+        spaced = [" ".join(variant.split()) for variant in self.grpo_variants]
+        self.grpo_variants = list(dict.fromkeys(spaced))
+        for variant in self.grpo_variants:
+            if not all(text.find("=") > 0 for text in variant.split()):
+                flags = "flags as name=value, with a space between two"
+                raise UserError(f"--grpo_variants has {variant!r}; it must be {flags}.")
         largest = max(self.rejection_sizes, default=0)
         if self.rejection_recipe and largest > self.num_candidates:
             most = f"at most --num_candidates, {self.num_candidates}, each"

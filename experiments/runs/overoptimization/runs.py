@@ -35,7 +35,14 @@ class Chain:
 
     def phases(self) -> Iterator[list[Stage]]:
         """The runs, in lists: each list is asked for when those before it are finished."""
+        config = self.config
+        if not config.proxy:
+            self.choose("proxy_pairs", config.dataset_name, "preference")
+        if self.needs_candidates:
+            self.choose("train_prompts", config.prompts_name, "prompts")
         yield self.starts()
+        if self.needs_candidates:
+            self.write_rows()
         runs = self.optimised()
         yield [run for by_setting in runs.values() for run in by_setting.values()]
         for method, by_setting in runs.items():
@@ -47,6 +54,15 @@ class Chain:
         every = [path for paths in self.policies.values() for path in paths.values()]
         yield [self.evaluation("policies", every, self.config.num_samples)] if every else []
 
+    def planned(self) -> list[Stage]:
+        """The runs that are known before the first is made: all but the last evaluation."""
+        return [*self.starts(), *(r for runs in self.optimised().values() for r in runs.values())]
+
+    @property
+    def needs_candidates(self) -> bool:
+        """Whether a method learns from completions of the SFT policy."""
+        return bool(self.config.rejection_recipe or self.config.dpo_recipe)
+
     # ---- the SFT policy, the proxy, and what SFT samples -----------------------------------------
 
     def starts(self) -> list[Stage]:
@@ -55,26 +71,28 @@ class Chain:
         if not config.model_name_or_path:
             runs.append(self.stage("sft", "sft", config.sft_recipe))
         if not config.proxy:
-            pairs = self.choose("proxy_pairs", config.dataset_name, "preference")
+            pairs = self.rows("proxy_pairs")
             runs.append(self.stage("reward", "proxy", config.reward_recipe, pairs))
         runs.append(self.evaluation("pool", [self.sft], max(config.best_of)))
-        if config.rejection_recipe or config.dpo_recipe:
-            prompts = self.choose("train_prompts", config.prompts_name, "prompts")
-            rows = {"prompts_dataset_name": prompts, "num_prompts": config.num_train_prompts}
+        if self.needs_candidates:
+            rows: dict[str, Any] = {"prompts_dataset_name": self.rows("train_prompts")}
+            rows |= {"num_prompts": config.num_train_prompts}
             rows |= {"dataset_test_split": "auto", "dataset_config": "", "column_map": []}
             runs.append(self.evaluation("candidates", [self.sft], config.num_candidates, **rows))
         return runs
 
-    def choose(self, name: str, dataset_name: str, kind: str) -> Path:
-        """Write as many training rows as `num_<name>` has, drawn by the seed; returns the file."""
+    def rows(self, name: str) -> Path:
+        """A file of rows that this driver writes."""
+        return self.folder / f"{name}.jsonl"
+
+    def choose(self, name: str, dataset_name: str, kind: str) -> None:
+        """Write as many training rows as `num_<name>` has, drawn by the seed."""
         config, wanted = self.config, getattr(self.config, f"num_{name}")
         rows = load_rows(config, dataset_name, config.dataset_train_split, kind)
         if wanted > len(rows):
             raise UserError(f"--num_{name} is {wanted}; {dataset_name} has {len(rows)} rows.")
         order = permutation(len(rows), derive_seed(self.seed, f"num_{name}"), 0)
-        file = self.folder / f"{name}.jsonl"
-        write_atomically(file, (json_line(rows[i]) for i in order[:wanted]))
-        return file
+        write_atomically(self.rows(name), (json_line(rows[i]) for i in order[:wanted]))
 
     # ---- policies --------------------------------------------------------------------------------
 
@@ -82,16 +100,15 @@ class Chain:
         """The runs of each method by n or beta; GRPO's only run leaves a policy at each step."""
         config = self.config
         runs: dict[str, dict[float, Stage]] = {"rejection": {}, "dpo": {}}
-        if config.rejection_recipe or config.dpo_recipe:
-            self.write_rows()
         if recipe := config.rejection_recipe:
             for n in config.rejection_sizes:
-                rows = self.folder / f"best_of_{n}.jsonl"
+                rows = self.rows(f"best_of_{n}")
                 runs["rejection"][n] = self.stage("sft", f"rejection_{n}", recipe, rows)
         if recipe := config.dpo_recipe:
-            rows = self.folder / "pairs.jsonl"
+            rows = self.rows("pairs")
             for beta in config.dpo_betas:
-                runs["dpo"][beta] = self.stage("dpo", f"dpo_{beta:g}", recipe, rows, beta=beta)
+                name = f"dpo_{beta:g}" if float(f"{beta:g}") == beta else f"dpo_{beta}"
+                runs["dpo"][beta] = self.stage("dpo", name, recipe, rows, beta=beta)
         for variant in config.grpo_variants or [""] if config.grpo_recipe else ():
             flags: dict[str, Any] = {"model_name_or_path": self.sft, "reward_funcs": [self.proxy]}
             flags |= {"missing_eos_penalty": config.missing_eos_penalty, "keep_last": 0}
@@ -121,8 +138,8 @@ class Chain:
                     texts = {"chosen": chosen, "rejected": rejected}
                     pairs.append(json_line({"prompt": line.prompt, **texts}))
         for n, rows in best.items():
-            write_atomically(self.folder / f"best_of_{n}.jsonl", rows)
-        write_atomically(self.folder / "pairs.jsonl", pairs)
+            write_atomically(self.rows(f"best_of_{n}"), rows)
+        write_atomically(self.rows("pairs"), pairs)
 
     def stage(
         self, stage: str, name: str, recipe: str, rows: Path | None = None, **flags: Any

@@ -7,22 +7,23 @@ format of the file). All runs of a seed are judged together, on the same held-ou
 of a variant is its outcome minus the base's of the same seed: mean over seeds with Student's 95%
 interval, and for a stage's first outcome the interval that holds together with those of the
 stage's other variants. Finished runs are not repeated, so the command resumes where it was stopped,
-and a new line in the file costs its runs only.
+and a new line in the file costs its runs only. `--dry_run` prints the runs with their commands.
 
 Writes `sweep.json`, `plots/forest.png`, `report.html` and `report.md` to the sweep's `output_dir`.
 """
 
+import sys
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from common.config.parser import Parser, add_flag
+from common.config.parser import Parser, add_flag, underscored
 from common.errors import UserError
 from common.evaluation.runs import run_cost
 from common.report.blocks import Block, Picture, Section, Table
-from experiments.runs.engine import run_stages
+from experiments.runs.engine import print_runs, run_stages
 from experiments.runs.executors import EngineFlags
 from experiments.runs.outcomes import (
     Measured,
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     group = parser.add_argument_group(EngineFlags._engine)
     for field in fields(EngineFlags):
         add_flag(group, field)
-    given = vars(parser.parse_args(argv))
+    words = map(underscored, sys.argv[1:] if argv is None else argv)
+    given = vars(parser.parse_args([*words]))
     names = given.keys() & {field.name for field in fields(EngineFlags)}
     engine = EngineFlags(**{name: given.pop(name) for name in names})
     sweep = read_sweep(given.pop("config"), **given)
@@ -58,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_flags([*training[0], *evaluations])
     # Line by line, each with all seeds: finished lines are complete wherever this is stopped.
     runs = [stage for of_seeds in zip(*training, strict=True) for stage in of_seeds]
+    if engine.dry_run:
+        print_runs([*runs, *evaluations])
+        return
     run_stages([*runs, *evaluations], engine, Path(sweep.output_dir))
     asked = [outcome for base in sweep.base.values() for outcome in base.outcomes]
     systems = {

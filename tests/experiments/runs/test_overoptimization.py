@@ -27,6 +27,7 @@ from common.checkpoint import export
 from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.config.stages import SFTConfig
+from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.record.jsonl import read_jsonl
 from common.text import synthetic
@@ -125,6 +126,41 @@ def test_runs_compute_in_bfloat16_where_the_experiment_does(tmp_path):
             of_seed.evaluation("pool", [of_seed.sft], 4),
         ]
         assert [run.flags.get("bf16", False) for run in runs] == [bf16, bf16]
+
+
+def test_runs_of_other_settings_have_other_folders():
+    """Also betas that differ in the seventh digit; spaces in a variant of GRPO name no other."""
+    betas, variants = [1.0, 0.1, 0.1000001, 1e-7], ["beta=0.1 seed=1", "beta=0.1  seed=1 ", ""]
+    of_seed = Chain(settings(dpo_betas=betas, grpo_variants=variants, rejection_sizes=[2]), 3)
+    runs = of_seed.optimised()
+    folders = {
+        run.output_dir.name: run for by_setting in runs.values() for run in by_setting.values()
+    }
+    assert [*folders] == [
+        "rejection_2",
+        *("dpo_1", "dpo_0.1", "dpo_0.1000001", "dpo_1e-07"),
+        *("grpo_beta=0.1_seed=1", "grpo"),
+    ]
+    assert [folders[name].flags["beta"] for name in list(folders)[1:5]] == betas
+    with pytest.raises(UserError, match="--grpo_variants has 'beta 0.1'; it must be flags as name"):
+        settings(grpo_variants=["beta 0.1"])
+
+
+def test_a_dry_run_prints_the_runs_and_writes_nothing(folder, capsys):
+    for name in ("reward", "dpo"):
+        (folder / f"dry_{name}.yaml").write_text("dataset_name: rows\n")
+    recipes = dict.fromkeys(RECIPES_OF_ALL, "") | {
+        f"{name}_recipe": f"dry_{name}.yaml" for name in ("reward", "dpo")
+    }
+    config = settings(
+        **recipes, output_dir="dry", model_name_or_path="sft/model", seeds=[1], dry_run=True
+    )
+    overoptimization.main(config)
+    lines = capsys.readouterr().out.splitlines()
+    names = ["proxy", "pool", "candidates", *(f"dpo_{beta:g}" for beta in config.dpo_betas)]
+    assert lines[:-2:2] == [f"# dry/seed_1/{name}: to be made" for name in names]
+    assert lines[-2] == "# 0 of 8 runs are finished"
+    assert not (folder / "dry").exists()
 
 
 def measured(gold: np.ndarray, proxy: np.ndarray, log_ratio: np.ndarray) -> Measured:

@@ -209,11 +209,14 @@ def test_published_values_have_sources(folder):
 
 
 def test_an_override_of_one_stage_wins_and_the_chain_stays_one(folder, made, capsys):
-    """A dry run prints the command of every stage."""
+    """A dry run prints the command of every stage, each below its folder."""
     overrides = ["grpo.beta=0.1", "beta=0.5", "model_name_or_path=mine", "dpo.max_steps=3"]
     arguments = ["--recipe", "sentiment", "--seeds", "0", "--dry_run", "true", "--overrides"]
     replicate.main(parse(ReplicateConfig, [*arguments, *overrides, "dataset_name=rows"]))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    *printed, count = capsys.readouterr().out.splitlines()
+    assert count == "# 0 of 5 runs are finished"
+    assert all(line.endswith(": to be made") for line in printed[::2])
+    lines = [line.split() for line in printed[1::2]]
     root = "output/replicate/sentiment/seed_0"
     model, rows = "--model_name_or_path=", "--dataset_name="
     for words, expected in zip(

@@ -4,8 +4,10 @@ The arithmetic is tested in a world where a run's outcome is a known function of
 one small sweep is real. About `experiments.runs.sweep`.
 """
 
+import datetime
 import json
 import runpy
+import shlex
 from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,7 @@ from common.text.reading import load_rows
 from experiments.runs import stages
 from experiments.runs.stages import ROOT, Stage, config_of, description, write_mark
 from experiments.runs.sweep import __main__ as sweep
-from experiments.runs.sweep.sweep_file import read_sweep
+from experiments.runs.sweep.sweep_file import read_sweep, run_names
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -217,8 +219,8 @@ def test_a_file_that_cannot_be_is_refused(tmp_path):
 
     first = lambda c: c["variants"][0]  # noqa: E731
     text = message(lambda c: first(c).update(flag=1))
-    assert "unexpected keyword argument 'flag' (the keys are detail, choice, stage, flags" in text
-    assert "required positional argument: 'stage'" in message(lambda c: first(c).pop("stage"))
+    assert "variants[0] has the unknown key 'flag' (did you mean flags? the keys are detail" in text
+    assert "variants[0] lacks stage;" in message(lambda c: first(c).pop("stage"))
     assert "'ppo'; it must be one of reward" in message(lambda c: first(c).update(stage="ppo"))
     assert "each must be there once" in message(lambda c: c["variants"].append(first(c)))
     assert "seeds [0, 0]; each must be there" in message(lambda c: c.update(seeds=[0, 0]))
@@ -226,6 +228,167 @@ def test_a_file_that_cannot_be_is_refused(tmp_path):
     text = message(lambda c: c["base"]["grpo"].update(flags=other))
     assert "{sfft}/model in the flags must begin with one of ['{sft}', " in text
     assert "judge 'ppo'" in message(lambda c: c["evaluation"].update(judge="ppo"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("seeds", 3, "seeds is 3; it must be a list, in [square brackets]."),
+        ("seeds", ["0"], "seeds[0] is '0'; it must be a whole number, 0 or more."),
+        ("seeds", [], "has no seeds; it must have at least one."),
+        ("base", {}, "has no base; it must have at least one."),
+        ("base", None, "base is empty; it must be `key: value` lines."),
+        ("base", {1: {}}, "base has the key 1; it must be a text, in quotes."),
+        ("base.sft", "train_sft.py", "base.sft is 'train_sft.py'; it must be `key: value` lines."),
+        (
+            "base.sft.script",
+            "train_sf.py",
+            "the script of sft 'train_sf.py'; it must be one of tra",
+        ),
+        ("base.sft.flags", None, "base.sft.flags is empty; it must be `key: value` lines."),
+        ("base.sft.flags", {"beta": None}, "base.sft.flags.beta is empty; it must be a text or a"),
+        ("base.sft.flags", {"x": {"y": 1}}, "base.sft.flags.x is {'y': 1}; it must be a text or"),
+        ("base.grpo.outcomes", "kl", "base.grpo.outcomes is 'kl'; it must be a list"),
+        ("base.a/b", {"script": "train_sft.py", "config": "x"}, "name must be that of a folder"),
+        ("base.SFT", {"script": "train_sft.py", "config": "x"}, "differ by more than capital let"),
+        ("evaluation", "evaluate.yaml", "evaluation is 'evaluate.yaml'; it must be `key: value`"),
+        ("evaluation.reference", "output/x/model", "sft, reward, grpo or the folder of a finished"),
+        ("variants", {"a": 1}, "variants is {'a': 1}; it must be a list"),
+        ("variants", [None], "variants[0] is empty; it must be `key: value` lines."),
+        ("variants.0.choice", datetime.date(2024, 1, 2), "choice is 2024-01-02; it must be a text"),
+        ("variants.0.choice", float("inf"), "choice is inf; it must be a text or a finite number."),
+        ("variants.0.num_processes", 0, "the num_processes 0 of variant 'zeros'; it must be above"),
+        ("variants.0.num_processes", 1.5, "num_processes is 1.5; it must be a whole number"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_key(tmp_path, key, value, sentence):
+    contents: dict = small()
+    *path, last = key.split(".")
+    place = contents
+    for name in path:
+        place = place[int(name) if name.isdigit() else name]
+    place[last] = value
+    with pytest.raises(UserError) as caught:
+        read_sweep(write(tmp_path, contents))
+    assert sentence in str(caught.value)
+    assert "sweep.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "lacks seeds, output_dir, base, evaluation, variants;"),
+        ("seeds: [0\nbase: 1\n", "is not YAML: line 2: expected ',' or ']', but got ':'."),
+        (
+            "seeds: [0]\nbase:\n  sft: {flags: {a: 1, a: 2}}\n",
+            "line 3: the key 'a' is there twice.",
+        ),
+        ("title: caf\xe9\n", "is not UTF-8: "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_its_line(tmp_path, text, sentence):
+    file = tmp_path / "sweep.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError) as caught:
+        read_sweep(str(file))
+    assert sentence in str(caught.value)
+
+
+WORDS = [  # of stage, detail and choice
+    ("dpo", "beta", "0.05"),
+    ("dpo", "beta", "0,05"),
+    ("dpo", "beta 0", "05"),
+    ("dpo", "BETA", "0.05"),
+    ("dpo", "penalty", "-1"),
+    ("dpo", "penalty", "+1"),
+    ("dpo", "温度", "高"),
+    ("dpo", "密度", "高"),
+    ("dpo", "温度", "1"),
+    ("dpo", "Größe", "1"),
+    ("dpo", "Grosse", "1"),
+    ("dpo", "long", 300 * "a"),
+    ("dpo", "long", 300 * "a" + "b"),
+    ("base", "", "+"),
+    ("evaluation", "", "?"),
+]
+
+
+def test_runs_of_other_variants_have_other_folders(tmp_path):
+    """Whatever their names are made of, also where capital letters do not distinguish folders."""
+    contents = small()
+    stage = contents["base"]["grpo"]
+    contents["base"] |= dict.fromkeys(("dpo", "base", "evaluation"), stage)
+    contents["variants"] = [
+        {"stage": stage, "detail": detail, "choice": choice, "flags": {"x": i}}
+        for i, (stage, detail, choice) in enumerate(WORDS)
+    ]
+    described = read_sweep(write(tmp_path, contents))
+    runs = list(described.training(0))
+    folders = [str(run.output_dir).casefold() for run in runs]
+    assert len(set(folders)) == len(runs) == len(contents["base"]) + len(WORDS)
+    assert [run.flags["x"] for run in runs if "x" in run.flags] == list(range(len(WORDS)))
+    assert not any("/evaluation/" in folder for folder in folders if "/base/" not in folder)
+    for folder in folders:
+        assert folder.isascii()
+        assert all(len(name) < 255 for name in folder.split("/"))
+    assert folders[6] == "sweep/seed_0/dpo_beta_0_05/dpo", "a name of ASCII letters is its own"
+    # A line that comes later moves no other
+    contents["variants"].append({"stage": "dpo", "detail": "beta", "choice": "0 05"})
+    more = [
+        str(run.output_dir).casefold() for run in read_sweep(write(tmp_path, contents)).training(0)
+    ]
+    assert more[:-1] == folders
+    # Of other letters not even one that comes before
+    names = [run_names(words, set()) for words in (WORDS[6:8], WORDS[7:5:-1])]
+    assert names[0] == names[1][::-1]
+
+
+def test_reference_and_judge_may_be_finished_models(tmp_path):
+    contents = small()
+    for name in ("policy", "judge"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    contents["evaluation"] |= {"reference": "policy", "judge": str(tmp_path / "judge")}
+    policies, _ = read_sweep(write(tmp_path, contents)).evaluations(0)
+    assert policies.flags["ref_model_name_or_path"] == "policy"
+    assert policies.flags["reward_models"] == [str(tmp_path / "judge")]
+
+
+def test_a_dry_run_prints_what_is_finished_and_the_commands_and_makes_nothing(
+    tmp_path, monkeypatch, capsys
+):
+    """A run that builds on one that is made again is made again too."""
+    monkeypatch.setattr(stages, "run", pretend)
+    file = write(tmp_path, small())
+    sweep.main(["--config", file, "--seeds", "0"])
+    monkeypatch.setattr(stages, "run", pytest.fail)
+    before = sorted(tmp_path.rglob("*"))
+
+    def states() -> dict[str, str]:
+        capsys.readouterr()
+        sweep.main(["--config", file, "--seeds", "0", "--dry-run"])
+        lines = capsys.readouterr().out.splitlines()
+        folders = [line.removeprefix("# ").split(": ") for line in lines[:-1:2]]
+        for (folder, _), command in zip(folders, lines[1::2], strict=True):
+            assert f"--output_dir={folder}" in shlex.split(command)
+        return dict(folders)
+
+    assert set(states().values()) == {"finished"}
+    assert sorted(tmp_path.rglob("*")) == before
+    changed = small()
+    changed["base"]["reward"]["flags"] = {"model_name_or_path": "{sft}/model", "x": 5}
+    write(tmp_path, changed)
+    root = "sweep/seed_0"
+    assert states() == {
+        f"{root}/base/sft": "finished",
+        f"{root}/base/reward": "to be made",
+        f"{root}/base/grpo": "to be made",
+        f"{root}/reward_head_zeros/reward": "finished",
+        f"{root}/grpo_scope_wide/grpo": "to be made",
+        f"{root}/grpo_scope_none/grpo": "to be made",
+        f"{root}/evaluation/policies": "to be made",
+        f"{root}/evaluation/reward_models": "to be made",
+    }
 
 
 @pytest.mark.parametrize("name", ["ablations", "iterative"])
