@@ -91,15 +91,16 @@ def of_model(
 ) -> Footprint:
     """The footprint of the model at a path, from its configuration only.
 
-    A UserError says that there is none, or that its memory depends on the data.
+    A policy's folder gives the shape of a reward model and the reverse: the model itself may be
+    trained later. A UserError says that there is none, or that its memory depends on the data.
     """
     tokenizer = None
     if path.endswith(".json") and config.tokenizer_name_or_path:  # then it sets the vocabulary
         tokenizer = load.load_tokenizer(config.tokenizer_name_or_path, config)
-    if path.endswith(".json") and kind == "reward_model":
-        kind = "trunk"  # it may have the shape of a reward model without saying that it is one
     is_bfloat16 = load.find_config(path, tokenizer, config).dtype == torch.bfloat16
-    model_config = load.read_model_config(path, kind, tokenizer, config)
+    model_config = load.read_model_config(path, "trunk", tokenizer, config)
+    held = (getattr(model_config, "architectures", None) or [""])[0]
+    is_other = kind != "trunk" and held and checks.is_classifier(model_config) == (kind == "policy")
     auto_class = AutoModelForCausalLM
     if kind != "policy":
         model_config.num_labels, auto_class = 1, AutoModelForSequenceClassification
@@ -117,7 +118,8 @@ def of_model(
         lm.requires_grad_(False)
     elif config.lora_r:
         lora.add_adapters(lm, path, config)
-    return replace(measure(lm, config), is_bfloat16=is_bfloat16)
+    name = type(lm).__name__ + (f" (of the shape of a {held})" if is_other else "")
+    return replace(measure(lm, config), is_bfloat16=is_bfloat16, name=name)
 
 
 def measure(lm: Any, config: TrainConfig) -> Footprint:

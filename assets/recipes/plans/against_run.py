@@ -89,14 +89,15 @@ def arguments_of(case: Case, fixture: Path, output_dir: Path) -> list[str]:
 
 
 def planned(case: Case, arguments: Sequence[str], log: Path) -> dict[str, str]:
-    """The row of the plan's table, by column; of what is measured in steps only, their peak."""
+    """The plan's table, by label; of what is measured in steps only, their peak."""
     command = ["-m", "experiments.plan", *arguments, f"--ranks={case.ranks}", "--device=cpu"]
     processes.run(command, log, threads=1)
     lines = [line for line in log.read_text().splitlines() if line.startswith("|")]
-    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    plan = dict(zip(tables[0], tables[2], strict=True))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    second = next(i for i, row in enumerate(rows) if i and row[0] == "ranks")
+    plan = dict(rows[:second])
     if case.shape:
-        moments = dict(zip(tables[3], tables[5], strict=True))
+        moments = dict(rows[second:])
         plan["when"] = max(("loss", "backward", "gradients"), key=lambda name: float(moments[name]))
         plan["peak"] = moments[plan["when"]]
     return plan

@@ -401,13 +401,13 @@ def test_the_command_plans_and_writes_nothing(planned: Any, shapes: Path, tmp_pa
     (model / "config.json").write_text((shapes / "llama.json").read_text())
     output = planned(
         ["train_sft.py", "--model_name_or_path", str(model), "--dataset_name", "nowhere.jsonl"]
-        + ["--output_dir", str(tmp_path / "run")]
         + ["--max_prompt_length", "40", "--max_completion_length", "10", "--device", "cpu"]
         + ["--batch_size", "8192", "--ranks", "1", "8", "64", "4096"]
     )
     rows = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("|")]
-    assert [row[0].strip() for row in rows[2:6]] == ["1", "8", "64", "4096"]
-    assert all(float(row[-3]) > 0.05 for row in rows[2:6])  # with Python's own memory
+    assert [cell.strip() for cell in rows[0]] == ["ranks", "1", "8", "64", "4096"]
+    (peak,) = [cells for label, *cells in rows if label.strip() == "peak"]
+    assert all(float(cell) > 0.05 for cell in peak)  # with Python's own memory
     assert "TFLOP: forward" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     assert [path.name for path in model.iterdir()] == ["config.json"]
@@ -458,6 +458,37 @@ def test_the_command_of_the_page_runs_in_a_fresh_checkout(planned, monkeypatch):
     for role in ("trained model", "reference"):
         assert f"{role}: GPT2LMHeadModel, 774.0 M parameters" in output  # as OpenAI's has
     assert "reward model: GPT2ForSequenceClassification" in output
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_is_no_wider_than_the_terminal(planned, shapes, monkeypatch, width, device):
+    """Ranks that do not fit have further tables, and none is left out."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    model, ranks = str(shapes / "gpt2.json"), [str(2**n) for n in range(13)]
+    flags = ["--model_name_or_path", model, "--reward_funcs", model, "--batch_size", "4096"]
+    flags += ["--max_prompt_length", "40", "--max_completion_length", "10", "--device", device]
+    lines = planned(["train_grpo.py", *flags, "--shard_gradients", "--ranks", *ranks]).splitlines()
+    assert max(map(len, lines)) <= width
+    heads = [line.split("|")[2:-1] for line in lines if line.startswith("| ranks ")]
+    shown = [cell.strip() for head in heads for cell in head]
+    assert shown == ranks * (3 if device == "cuda" else 2)
+
+
+@pytest.mark.parametrize("kind", ["policy", "reward model"])
+def test_one_folder_may_be_policy_and_reward_model(planned, tmp_path, kind):
+    """The one that is not there yet has the shape of the other, and the plan says so."""
+    model, of_kind = tmp_path / "model", {"policy": {}, "reward model": {"num_labels": 1}}[kind]
+    held = {"policy": "GPT2LMHeadModel", "reward model": "GPT2ForSequenceClassification"}
+    fields = tiny.model_config("gpt2", **of_kind).to_dict() | {"architectures": [held[kind]]}
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(fields))
+    flags = ["--model_name_or_path", str(model), "--reward_funcs", str(model)]
+    flags += ["--max_prompt_length", "40", "--max_completion_length", "10"]
+    output = " ".join(planned(["train_grpo.py", *flags]).split())
+    for other, role in (("policy", "trained model"), ("reward model", "reward model")):
+        note = "" if other == kind else f" (of the shape of a {held[kind]})"
+        assert f"{role}: {held[other]}{note}, 0.0 M parameters" in output
 
 
 def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path):
