@@ -51,7 +51,7 @@ def draw_accuracy(axes: Any, results: Results, colours: Mapping[str, str]) -> No
         axes.annotate(label, **place, **look)
     ends += levels.values()
     margin = 0.1 * (max(ends) - min(ends))
-    axes.set_ylim(min(ends) - margin, max(ends) + margin)
+    axes.set_ylim(max(0, min(ends) - margin), min(100, max(ends) + margin))
 
 
 def draw_reward(axes: Any, results: Results, colours: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from common.distributed import is_rank0
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, ends_of, recorded
 from common.record.run_folder import read_metrics
+from common.record.terminal import ELLIPSIS
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -30,6 +31,7 @@ SMOOTH_ABOVE = 60  # points; a longer curve is drawn pale with its moving mean o
 EXACT = ("learning_rate", "peak_memory_gb", "eval_")  # beginnings: never smoothed
 
 FUNCTION = "<function>"  # in the title of panels that exist once per reward function
+SHARE = "share"  # begins the unit of what lies between 0 and 1
 LONGEST_NAME = 30  # characters of a function's name in a title
 
 # Panels of curves.png in order: title, y axis with unit, metrics (a prefix takes all that have it).
@@ -40,7 +42,7 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward margin of pairs", "reward", ("reward_margin", "eval_reward_margin")),
     ("Pair log-probabilities", "nats per completion", ("chosen_logp", "rejected_logp")),
     ("Reward", "mean reward", ("reward", "kept_reward", "eval_reward")),
-    ("Reward of <function>", "mean", ("reward/<function>", "eval_reward/<function>")),
+    ("Reward '<function>'", "mean", ("reward/<function>", "eval_reward/<function>")),
     ("Logged by reward functions", "mean over the calls", (LOGGED_PREFIX,)),
     ("Reward spread in a group", "standard deviation", ("reward_std",)),
     ("KL to the reference", "nats per completion", ("kl", "eval_kl")),
@@ -71,6 +73,11 @@ class Line:
     low: Sequence[float] = ()  # ends of intervals, NaN where there is none; empty: nowhere
     high: Sequence[float] = ()
 
+    @property
+    def is_smoothed(self) -> bool:
+        """Whether it is drawn pale with its moving mean on top."""
+        return len(self.y) > SMOOTH_ABOVE and not self.exact
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -79,6 +86,11 @@ class Panel:
     title: str
     unit: str  # of the y axis
     lines: Sequence[Line]
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Whether it has a moving mean."""
+        return any(line.is_smoothed for line in self.lines)
 
 
 def system_colours(names: Iterable[str]) -> dict[str, str]:
@@ -140,16 +152,21 @@ def curve_panels(records: Records) -> list[Panel]:
         for function in functions if FUNCTION in title else [""]:
             metrics = recorded(records, [name.replace(FUNCTION, function) for name in names])
             lines = [recorded_line(records, name) for name in metrics]
-            full_title = title.replace(FUNCTION, function[:LONGEST_NAME])
+            full_title = title.replace(FUNCTION, cut(function))
             panels += [Panel(full_title, unit, lines)] if lines else []
     return panels
+
+
+def cut(name: str) -> str:
+    """A name as a title has room for."""
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + ELLIPSIS
 
 
 def draw_panel(axes: Any, panel: Panel, colours: Sequence[str] = COLOURS) -> None:
     """The curves of a panel, in these colours by turns; long ones below their mean."""
     for line, colour in zip(panel.lines, cycle(colours)):
         look = {"color": colour, "label": line.label, "linewidth": 1.6}
-        if len(line.y) > SMOOTH_ABOVE and not line.exact:
+        if line.is_smoothed:
             reach = len(line.y) // 30  # points on either side; a trend stays where it is
             means = np.convolve(line.y, np.full(2 * reach + 1, 1 / (2 * reach + 1)), "valid")
             axes.plot(line.x, line.y, color=colour, linewidth=0.6, alpha=0.35)
@@ -162,8 +179,21 @@ def draw_panel(axes: Any, panel: Panel, colours: Sequence[str] = COLOURS) -> Non
     axes.set(title=panel.title, ylabel=panel.unit, xlabel="optimiser step")
     axes.xaxis.get_major_locator().set_params(integer=True)  # of few steps it would label halves
     axes.margins(x=0.02)
+    steps = {step for line in panel.lines for step in line.x}
+    if len(steps) == 1:  # around which the axis would be a tenth of a step wide
+        axes.set(xticks=[*steps], xlim=(min(steps) - 0.5, max(steps) + 0.5))
+    if panel.unit.startswith(SHARE):
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(0, low), min(1, high))
+        for drawn in axes.get_lines():
+            drawn.set_clip_on(False)  # whole also at 0 and 1
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useMathText=True)
     axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def has_moving_means(output_dir: Path) -> bool:
+    """Whether `curves.png` of a run has a moving mean."""
+    return any(panel.is_smoothed for panel in curve_panels(read_metrics(output_dir)))
 
 
 def plot_run(output_dir: str | Path) -> list[Path]:
@@ -176,7 +206,7 @@ def plot_run(output_dir: str | Path) -> list[Path]:
         return []
     colour_of_run = system_colours([name])[name]
     colours = sorted(COLOURS, key=lambda colour: colour != colour_of_run)  # the run's first
-    note = " (bold: moving mean)" if len(records) > SMOOTH_ABOVE else ""
+    note = " (bold: moving mean)" if any(panel.is_smoothed for panel in panels) else ""
     title = f"Training curves of {name}{note}"
     num_columns = min(3, len(panels))
     num_rows = math.ceil(len(panels) / num_columns)

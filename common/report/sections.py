@@ -12,6 +12,7 @@ from common.record.jsonl import read_jsonl
 from common.record.run_folder import SAMPLES
 from common.record.terminal import format_cell, format_number
 from common.report.blocks import Block, Completion, Picture, Sample, SampleBrowser, Section
+from common.report.plots import has_moving_means
 
 Row = Mapping[str, Any]
 MOST_PROMPTS = 20  # of an evaluation
@@ -51,7 +52,8 @@ def run_sections(runs: Mapping[str, Path]) -> list[Section]:
     for name, run in runs.items():
         picture = run / "plots" / "curves.png"
         if picture.is_file():
-            curves.append(Section(name, [Picture(picture, "Bold on pale: the moving mean.")]))
+            note = " Bold on pale: the moving mean." if has_moving_means(run) else ""
+            curves.append(Section(name, [Picture(picture, f"Metrics by optimiser step.{note}")]))
         if rows := read_jsonl(run / SAMPLES):
             browsers.append(Section(name, [training_browser(rows)]))
     titles = {"Training curves": curves, "Completions over training": browsers}

@@ -37,6 +37,7 @@ from common.report.plots import (
     plot_run,
     recorded_line,
 )
+from common.report.sections import run_sections
 from common.report.tables import generation_tables
 
 SIGNS = {"reward": 1.0, "reward/gold": -1.0}
@@ -144,6 +145,61 @@ def test_a_long_curve_is_pale_below_its_moving_mean() -> None:
     assert bold[11:, 1] == pytest.approx([0.5 * x for x in range(14, 87)])  # the spike is gone
 
 
+def test_a_moving_mean_is_named_only_where_one_is_drawn(tmp_path: Path, monkeypatch) -> None:
+    """Not by the number of records: of many steps few may have a metric, and some are exact."""
+    titles: list[str] = []
+    draw = plots.titled_figure
+    monkeypatch.setattr(plots, "titled_figure", lambda t, *size: titles.append(t) or draw(t, *size))
+    for name, number in (("loss", 3), ("loss", 60), ("learning_rate", 61), ("loss", 61)):
+        lines = [{"step": s} | ({name: 1.0} if s < number else {"tokens": 1}) for s in range(99)]
+        run_dir = record(tmp_path / f"{name}_{number}", lines)
+        plot_run(run_dir)
+        (section,) = run_sections({"run": run_dir})
+        is_smoothed = (name, number) == ("loss", 61)
+        assert ("moving mean" in section.blocks[0].blocks[0].caption) == is_smoothed
+        assert ("moving mean" in titles.pop()) == is_smoothed
+
+
+@pytest.mark.parametrize("steps", [[1], [500], [1, 2], [7, 8, 9], [0, 400]])
+def test_steps_are_labelled_with_whole_numbers_that_the_axis_shows(steps: list[int]) -> None:
+    axes = Figure().subplots()
+    draw_panel(axes, Panel("Loss", "loss", [Line("loss", steps, [1.0] * len(steps))]))
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert ticks
+    assert all(float(tick).is_integer() for tick in ticks)
+    assert high - low >= 1 or len(steps) > 1
+    if len(steps) == 1:
+        assert ticks == steps
+
+
+@pytest.mark.parametrize("values", [[0.0], [1.0], [0.0, 0.01, 0.0], [0.0, 1.0], [1.0] * 80])
+@pytest.mark.parametrize("unit", ["share", "share of pairs"])
+def test_a_share_has_an_axis_within_0_and_1(values: list[float], unit: str) -> None:
+    axes = Figure().subplots()
+    draw_panel(axes, Panel("Shares", unit, [Line("clip_fraction", range(len(values)), values)]))
+    low, high = axes.get_ylim()
+    assert 0 <= low <= min(values) <= max(values) <= high <= 1
+    assert low < high
+    assert not any(line.get_clip_on() for line in axes.get_lines()), "whole at 0 and 1"
+
+
+def test_accuracies_have_an_axis_within_0_and_100(results: Results) -> None:
+    results.systems[0].accuracy = accuracy(1.0, 0.99, 1.0)
+    results.systems[1].accuracy = accuracy(0.0, 0.0, 0.01)
+    axes = Figure().subplots()
+    figures.draw_accuracy(axes, results, {"SFT": "black", "Reward model": "red"})
+    assert axes.get_ylim() == (0, 100)
+
+
+def test_a_title_quotes_the_function_and_shows_that_its_name_goes_on() -> None:
+    names = ["reward", 20 * "a" + 20 * "b", 20 * "a" + 20 * "c"]
+    panels = curve_panels([{"step": 1, **{f"reward/{name}": 1.0 for name in names}}])
+    titles = [panel.title for panel in panels]
+    assert "Reward 'reward'" in titles
+    assert sum(title.endswith("b\N{HORIZONTAL ELLIPSIS}'") for title in titles) == 1
+
+
 def test_evaluations_are_drawn_with_their_intervals() -> None:
     lines: list[dict[str, Any]] = [{"step": step, "reward": 0.1 * step} for step in range(100)]
     for step, low in ((0, 0.25), (50, None)):  # None: of a single prompt
@@ -151,7 +207,7 @@ def test_evaluations_are_drawn_with_their_intervals() -> None:
         lines.append({"step": step, **evaluated, "reward/a_low": 1, "eval_reward/a_low": 0.5})
     reward, function = curve_panels(lines)
     assert [line.label for line in reward.lines] == ["reward", "eval_reward"]
-    assert function.title == "Reward of a_low"  # a name, and no end of an interval
+    assert function.title == "Reward 'a_low'"  # a name, and no end of an interval
     assert [line.label for line in function.lines] == ["reward/a_low", "eval_reward/a_low"]
     axes = Figure().subplots()
     draw_panel(axes, reward)
