@@ -17,6 +17,7 @@ KEY = (
     "square: mean over seeds, filled where its 95% interval excludes 0; dots: seeds; orange: a "
     "patch; thin line: the interval that holds together with those of all other lines"
 )
+CUT = "; arrowhead: the interval goes on"
 
 
 @dataclass(frozen=True)
@@ -98,24 +99,30 @@ def draw(stages: Effects, path: Path) -> Path:
     size = (LABEL_WIDTH + PANEL_WIDTH * num_columns, sum(heights))
     with style():
         figure = Figure(figsize=size, layout="constrained")
-        grid = figure.add_gridspec(len(stages), num_columns, height_ratios=heights)
+        grid, is_cut = figure.add_gridspec(len(stages), num_columns, height_ratios=heights), False
         for i, (stage, panels) in enumerate(stages.items()):
             for j, (outcome, effects) in enumerate(panels.items()):
                 axes = figure.add_subplot(grid[i, j])
-                draw_panel(axes, effects, with_labels=j == 0)
+                is_cut |= draw_panel(axes, effects, with_labels=j == 0)
                 title = f"{stage}: " if stage != outcome else ""
                 axes.set_title(title + about(outcome).label, fontsize=9)
                 axes.set_xlabel(f"difference to the base, {about(outcome).unit}", fontsize=8)
-        figure.supxlabel(KEY, fontsize=8, color=GREY, wrap=True)
+        figure.supxlabel(KEY + CUT * is_cut, fontsize=8, color=GREY, wrap=True)
         return save(figure, path, DPI)
 
 
-def draw_panel(axes: Any, effects: Sequence[Effect], *, with_labels: bool) -> None:
+def draw_panel(axes: Any, effects: Sequence[Effect], *, with_labels: bool) -> bool:
     """One panel: pale dots for seeds, a line for the interval, its mean full where it excludes 0.
 
     Without an interval (one seed) the mean is a hollow mark. With two or three seeds an interval
-    can be far wider than the seeds' values: it is shown up to twice as far; the table has its ends.
+    can be far wider than the seeds' values: it is shown up to twice as far, with an arrowhead where
+    it goes on; the table has its ends.
+
+    Returns:
+        Whether an interval goes on beyond the axis.
     """
+    from matplotlib.markers import CARETLEFT, CARETRIGHT  # whose point is at the axis
+
     axes.axvline(0, color=GREY, linewidth=1)
     seen = [0.0, *(value for effect in effects for value in effect.by_seed)]
     reach = 2 * max(map(abs, seen)) or 1.0
@@ -131,9 +138,21 @@ def draw_panel(axes: Any, effects: Sequence[Effect], *, with_labels: bool) -> No
         face = colour if mean.excludes_zero else "white"
         axes.plot([mean.mean], [row], "s", color=colour, markerfacecolor=face, ms=4.5)
     margin = 0.05 * (max(seen) - min(seen)) or 1.0
-    axes.set_xlim(min(seen) - margin, max(seen) + margin)
+    left, right = min(seen) - margin, max(seen) + margin
+    axes.set_xlim(left, right)
+    is_cut = False
+    for row, effect in enumerate(effects):
+        colour = COLOURS[1 if effect.variant.patch else 0]
+        for interval in (effect.difference, effect.together):
+            if interval.low is None or interval.high is None:
+                continue
+            for end, head in ((left, CARETLEFT), (right, CARETRIGHT)):
+                if interval.low < end < interval.high:
+                    axes.plot([end], [row], marker=head, color=colour)
+                    is_cut = True
     axes.set_ylim(len(effects) - 0.4, -0.6)  # the first row on top
     labels = [f"{effect.variant.detail}: {effect.variant.choice}" for effect in effects]
     axes.set_yticks(range(len(effects)), labels)
     axes.tick_params(axis="y", length=0, labelleft=with_labels)
     axes.grid(axis="y", visible=False)
+    return is_cut

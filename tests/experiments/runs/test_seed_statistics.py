@@ -5,14 +5,17 @@ About `experiments.runs.outcomes` and `experiments.runs.sweep`.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.markers import CARETLEFT, CARETRIGHT
 
 from common.evaluation.accuracy import Interval
 from common.evaluation.results import GenerationSummary, System
 from experiments.runs import replication
 from experiments.runs.outcomes import judges, outcome_of, over_seeds, seeds_interval
+from experiments.runs.sweep import effects
 from experiments.runs.sweep.effects import Effect
 from experiments.runs.sweep.sweep_file import Variant
 
@@ -80,3 +83,31 @@ def test_one_seed_has_no_interval():
     assert not alone.excludes_zero
     with pytest.raises(RuntimeError, match="not finite"):
         over_seeds([0.4, float("nan")])
+
+
+@pytest.mark.parametrize(
+    ("differences", "heads"),
+    [
+        ([0.0, 0.2], {CARETLEFT, CARETRIGHT}),  # of two seeds the interval is far wider than both
+        ([1.0, 1.01, 1.02], set()),
+        ([1.0, 1.2], {CARETRIGHT}),
+        ([0.5], set()),  # of one seed there is none
+    ],
+)
+def test_an_interval_that_leaves_the_axis_of_a_forest_plot_has_arrowheads(
+    monkeypatch, differences, heads
+):
+    figures: list[Any] = []
+    monkeypatch.setattr(effects, "save", lambda figure, path, dpi: figures.append(figure))
+    zeros = [0.0] * len(differences)
+    effect = Effect(Variant("beta", "1", "dpo"), "kl", differences, zeros, family=2)
+    effects.draw({"dpo": {"kl": [effect]}}, Path("forest.png"))
+    (figure,) = figures
+    (axes,) = figure.axes
+    low, high = axes.get_xlim()
+    marks = {line.get_marker(): line for line in axes.get_lines()}
+    assert {mark for mark in marks if mark in (CARETLEFT, CARETRIGHT)} == heads
+    for mark, place in ((CARETLEFT, low), (CARETRIGHT, high)):
+        if mark in heads:
+            assert marks[mark].get_xdata() == [place]
+    assert ("arrowhead" in figure._supxlabel.get_text()) == bool(heads)
