@@ -48,6 +48,7 @@ NAMES = {name: f"{votes:,} votes" for name, votes in VOTES.items()} | {
 EVALUATIONS = {"votes": "evaluation", "means": "evaluation-means"}
 PENALTY = -1.0  # the experiment's missing_eos_penalty
 TICKS = (0.5, 1, 2, 5, 10)  # of the figure's KL
+MARKERS = {"0.03": "o", "0.1": "s", "0.3": "^"}  # of GRPO's policies by beta
 KLS = (1.0, 2.0, 5.0, 10.0)  # nats per completion; 1 was added when DPO's results were seen
 # Methods by the names of their tracks. Of GRPO each beta is a track.
 METHODS = {
@@ -371,24 +372,29 @@ def draw() -> Path:
         over_kl.set(title="Gold reward over KL", xlabel="KL to SFT, nats per completion")
         over_kl.set(xscale="log", xticks=TICKS, xticklabels=TICKS)
         over_kl.minorticks_off()
+        look: dict[str, Any] = {"color": GREY, "linestyle": "", "markersize": 5}
+        betas = [
+            over_kl.plot([], [], mark, label=beta, **look)[0] for beta, mark in MARKERS.items()
+        ]
+        over_kl.legend(handles=betas, title="GRPO's beta", loc="lower right", frameon=True)
         over_proxy.set(title="Gold over proxy reward", xlabel="proxy reward")
         lines = {line.get_label(): line for line in over_proxy.get_lines()}
         lines = {name: line for name, line in lines.items() if not name.startswith("_")}
-        over_proxy.legend(lines.values(), lines, loc="lower right", frameon=True)
+        legend = over_proxy.legend(lines.values(), lines, loc="lower right", frameon=True)
+        for handle in legend.get_lines():
+            handle.set_marker("")  # of GRPO that is by beta
         return save(figure, studies.ROOT / "assets" / "film.png", DPI)
 
 
 def draw_track(axes: Any, results: dict[str, Any], track: str, name: str, **look: Any) -> None:
-    """The policies of a method as they lie over `kl` or the `proxy` reward; of GRPO its beta."""
+    """The policies of a method over `kl` or the `proxy` reward; of GRPO with its beta's mark."""
     kl, over, gold = (report.series_of(results, track, of) for of in ("kl", name, "gold"))  # (S, K)
     far = kl.mean(0) > report.NEAREST  # without best of 1
     over, gold = over[:, far], gold[:, far]
     axes.plot(over.ravel(), gold.ravel(), ".", color=look["color"], alpha=0.4, markersize=5)
-    axes.plot(over.mean(0), gold.mean(0), marker="o", markersize=4, linewidth=2, **look)
-    if (beta := re.search(r"beta=([\d.]+)", track)) and name == "kl":
-        end = (over.mean(0)[-1], gold.mean(0)[-1])
-        side = "bottom" if beta[1] == "0.03" else "top"  # its neighbour's label stands below
-        axes.annotate(f"  beta {beta[1]}", end, color=look["color"], fontsize=8, va=side)
+    beta = re.search(r"beta=([\d.]+)", track)
+    marker = MARKERS[beta[1]] if beta else "o"
+    axes.plot(over.mean(0), gold.mean(0), marker=marker, markersize=5, linewidth=2, **look)
 
 
 def shown() -> str:

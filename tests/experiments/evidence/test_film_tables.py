@@ -7,6 +7,7 @@ by hand. About `assets/recipes/film/tables.py`.
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -229,3 +230,23 @@ def test_texts_and_samples_are_those_of_the_farthest_policies(records, tmp_path,
     assert rows[2] == ["", "best of 64", f"pool {chosen}"]
     monkeypatch.setattr(studies, "ROOT", tmp_path)
     assert film.draw().read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figure_names_policies_in_legends_and_not_where_they_lie(records, monkeypatch):
+    """Labels next to points collide where policies are alike."""
+    figures: list[Any] = []
+    monkeypatch.setattr(film, "save", lambda figure, path, dpi: figures.append(figure) or path)
+    film.draw()
+    ((over_kl, over_proxy),) = (figure.axes for figure in figures)
+    assert [*over_kl.texts, *over_proxy.texts] == []
+    betas = over_kl.get_legend()
+    marks = {
+        text.get_text(): line.get_marker()
+        for text, line in zip(betas.get_texts(), betas.get_lines(), strict=True)
+    }
+    assert marks == film.MARKERS
+    assert len(set(marks.values())) == len(marks)
+    drawn = {line.get_marker() for line in over_kl.get_lines() if line.get_label() == "GRPO"}
+    assert drawn <= set(marks.values())
+    methods = [text.get_text() for text in over_proxy.get_legend().get_texts()]
+    assert set(methods) - {"SFT"} <= set(film.METHODS)
