@@ -15,7 +15,8 @@ from experiments.evidence.records import studies
 from experiments.runs.outcomes import over
 from experiments.runs.sweep.effects import DPI
 
-LEFT_OUT = ("unit", "goal", "% of ceiling", "tokens per rollout")  # shown by the record only
+AIM = "our aim"  # of `rows.py`; older records call it "goal"
+LEFT_OUT = ("unit", AIM, "% of ceiling", "tokens per rollout")  # shown by the record only
 STAGES = {  # by how they are judged, and the digits of that
     "sft": ("gold reward", 3),
     "reward": ("accuracy, %", 1),
@@ -64,6 +65,7 @@ def quality() -> str:
 def against_trl(part: str) -> str:
     """The picture, and what the benchmark printed, without `LEFT_OUT`, with a ratio per token."""
     heads, *lines = studies.cells(studies.printed(f"{part}/table.md"))
+    heads = [head.replace("(goal ", f"({AIM}: ").replace("goal", AIM) for head in heads]
     added = ["ratio per token", "---"]
     for row in rows(part):
         added.append(f"{ratio(row):.2f}" if row["trl"]["completion_length"] else "")
@@ -77,7 +79,7 @@ def against_trl(part: str) -> str:
 
 
 def draw(part: str) -> Path:
-    """A bar per row, with its goal."""
+    """A bar per row, with what this project aims at."""
     found = rows(part)
     ratios = [ratio(row) for row in found]
     places = range(len(found))
@@ -85,9 +87,9 @@ def draw(part: str) -> Path:
         figure = titled_figure(f"Times TRL's speed: {MODELS[part]}", 5, 4.5)
         axes = figure.subplots()
         axes.barh(places, ratios, color=COLOURS[0], label="ours (GRPO per token)")
-        goals = [(row["reach"], place) for place, row in enumerate(found) if row["reach"]]
-        look = {"color": COLOURS[1], "markersize": 14, "markeredgewidth": 2.5, "label": "goal"}
-        axes.plot(*zip(*goals, strict=True), "|", **look)
+        aims = [(row["reach"], place) for place, row in enumerate(found) if row["reach"]]
+        look = {"color": COLOURS[1], "markersize": 14, "markeredgewidth": 2.5, "label": AIM}
+        axes.plot(*zip(*aims, strict=True), "|", **look)
         axes.axvline(1, color="black", linewidth=1, label="TRL")
         names = [f"{row['row']}  {times:.1f}" for row, times in zip(found, ratios, strict=True)]
         axes.set(yticks=places, yticklabels=names, xlabel="speed, TRL = 1")

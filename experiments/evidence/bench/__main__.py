@@ -141,8 +141,8 @@ def side_figures(
 
 def render(results: Result) -> str:
     """The Markdown table with the machine under it."""
-    heads = ["row", "unit", "TRL", "ours", "ratio (rounds)", "goal", "peak MB TRL / ours"]
-    heads += [f"memory ratio (goal {REACH_MEMORY})", "tokens per rollout TRL / ours"]
+    heads = ["row", "unit", "TRL", "ours", "ratio (rounds)", "our aim", "peak MB TRL / ours"]
+    heads += [f"memory ratio (our aim: {REACH_MEMORY})", "tokens per rollout TRL / ours"]
     rows = []
     for line in results["rows"]:
         trl, ours = (line[side] for side in SIDES)
