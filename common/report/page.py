@@ -10,6 +10,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         trim_blocks=True,
         undefined=StrictUndefined,
     )
+    sections = [block.title for block in blocks if isinstance(block, Section)]
     muted = r' <span class="interval">\1</span>'
     environment.filters |= {
         "kind": lambda block: type(block).__name__,
@@ -80,7 +82,7 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         "numeric": numeric,
         "paragraphs": lambda text: Markup(small.render(text)),
         "png": png,
-        "slug": lambda title: re.sub(r"\W+", "-", title.lower()).strip("-") or "section",
+        "slug": anchors(sections).__getitem__,
     }
     environment.tests["blank"] = is_blank
     environment.globals["empty"] = EMPTY
@@ -89,12 +91,22 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         title=title,
         facts=facts,
         blocks=blocks,
-        sections=[block.title for block in blocks if isinstance(block, Section)],
+        sections=sections,
         style=Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
     return printable(text, controls="\n\t")
+
+
+def anchors(titles: Sequence[str]) -> dict[str, str]:
+    """The anchor of each title: its letters and digits, with a number where others have these."""
+    found: dict[str, str] = {}
+    for title in dict.fromkeys(titles):
+        slug = re.sub(r"\W+", "-", title.lower()).strip("-") or "section"
+        free = (f"{slug}{end}" for end in chain([""], (f"-{n}" for n in count(2))))
+        found[title] = next(name for name in free if name not in found.values())
+    return found
 
 
 def numeric(table: Table) -> list[bool]:

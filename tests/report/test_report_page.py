@@ -18,7 +18,7 @@ from PIL import Image
 
 from common.record.terminal import wrapped_table
 from common.report.blocks import Completion, Picture, Sample, SampleBrowser, Section, Table
-from common.report.page import html_page, run_facts, write_page
+from common.report.page import anchors, html_page, run_facts, write_page
 
 EVIL = "</script></pre><img src=x onerror=\"alert('1')\"><b>' & \x00\x1b[2J\u202e\ud800"
 LINK = "[see](https://evil.example/x)"
@@ -307,3 +307,14 @@ def test_the_console_is_heard(tmp_path: Path) -> None:
     _, console = in_chromium(tmp_path, 390, dark=False)
     assert len(console) == 1
     assert "Content Security Policy" in console[0]
+
+
+def test_every_section_has_an_anchor_that_no_other_has():
+    titles = ["a b", "a-b", "A b", "Ablation: \u6e29\u5ea6", "?", "!", "a-b-2"]
+    slugs = anchors(titles)
+    assert len(set(slugs.values())) == len(titles)
+    assert slugs["a b"] == "a-b", "the first has its letters only"
+    page = html_page("Title", {}, [Section(title, ["text"]) for title in titles])
+    ids = re.findall(r'<section id="([^"]*)"', page)
+    assert ids == list(slugs.values())
+    assert re.findall(r'<a href="#([^"]*)"', page) == ids
