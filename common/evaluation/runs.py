@@ -1,27 +1,38 @@
 """The run that wrote a model: its folder, config, cost, reward and reference."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from common.config.evaluate import EvaluateConfig
 from common.errors import UserError
 from common.objectives.implicit_reward import ImplicitReward
-from common.record.run_folder import ENVIRONMENT, MANIFEST, REWARD, read_config, read_metrics
+from common.record.run_folder import (
+    ENVIRONMENT,
+    MANIFEST,
+    REWARD,
+    read_config,
+    read_metrics,
+    read_training_config,
+)
 
 
 def folder_of_run(path: str) -> tuple[Path, float]:
-    """The folder of the run that wrote a model, and the model's step, infinite for the last."""
+    """The folder of the run that wrote a model, and the model's step, infinite for the last.
+
+    Another tool may have written what is there: see `config_of_run`.
+    """
     folder = Path(path).parent
-    is_checkpoint = folder.parent.name == "checkpoints" and folder.name.startswith("step_")
-    if not is_checkpoint:
+    step = re.fullmatch(r"step_(\d+)", folder.name)
+    if folder.parent.name != "checkpoints" or step is None:
         return folder, math.inf
-    return folder.parent.parent, int(folder.name.removeprefix("step_"))
+    return folder.parent.parent, int(step[1])
 
 
 def config_of_run(path: str) -> dict[str, Any]:
-    """The config.yaml of the run that wrote a model, empty without one."""
-    return read_config(folder_of_run(path)[0]) if Path(path).is_dir() else {}
+    """The config.yaml of the training run that wrote a model, empty for a model of no run."""
+    return read_training_config(folder_of_run(path)[0]) if Path(path).is_dir() else {}
 
 
 def run_cost(run_dir: Path, last_step: float = math.inf) -> dict[str, float]:

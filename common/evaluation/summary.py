@@ -34,6 +34,7 @@ from common.evaluation.results import (
     score_name,
 )
 from common.evaluation.runs import folder_of_run, run_cost
+from common.record.run_folder import read_training_config
 from common.text.overlap import distinct_share
 
 # ---- pairs ---------------------------------------------------------------------------------------
@@ -185,7 +186,8 @@ def describe_system(
     """A system with its accuracy, if there are pairs, the cost of its run, and its generations."""
     name = names[path]
     compared = {each.name: each.accuracy for each in (comparison.systems if comparison else ())}
-    cost = run_cost(*folder_of_run(path))
+    run_dir, step = folder_of_run(path)
+    cost = run_cost(run_dir, step) if read_training_config(run_dir) else {}
     generations = summarise(prompt_records, name)
     rewards = generations.rewards if generations else {}
     return System(

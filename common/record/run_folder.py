@@ -31,6 +31,8 @@ MARK = "finished.json"  # in a run's folder: what made it, if a driver did (`exp
 DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
 LONGEST_PATH = 1024  # characters
 REWARD = "implicit_reward"  # in environment.json: that of DPO's loss, by which pairs are judged
+# Flags of every training run in all versions; no other trainer writes the first two
+MARKS_OF_TRAINING = {"max_dropped_fraction", "prompt_truncation", "learning_rate"}
 REFERENCE_LOGPS = "ref_logps.pt"  # of DPO's pairs
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 
@@ -124,12 +126,21 @@ def mark_finished(output_dir: Path) -> None:
 
 
 def read_config(run_dir: Path, name: str = CONFIG) -> dict[str, Any]:
-    """Read `config.yaml` or `environment.json`; empty without the file."""
+    """Read `config.yaml` or `environment.json`; empty without a mapping that can be read."""
     import yaml
 
-    file, load = run_dir / name, yaml.safe_load if name == CONFIG else json.loads
-    values = load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    load = yaml.safe_load if name == CONFIG else json.loads
+    try:
+        values = load((run_dir / name).read_text(encoding="utf-8"))
+    except Exception:  # of many types: other tools give files these names too
+        values = None
     return values if isinstance(values, dict) else {}
+
+
+def read_training_config(run_dir: Path) -> dict[str, Any]:
+    """Read the `config.yaml` of a training run; empty for that of another tool or an evaluation."""
+    values = read_config(run_dir)
+    return values if values.keys() >= MARKS_OF_TRAINING else {}
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

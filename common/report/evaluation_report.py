@@ -5,7 +5,7 @@ from pathlib import Path
 from common.distributed import is_rank0
 from common.evaluation.results import Results, reward_functions, reward_model
 from common.evaluation.runs import folder_of_run
-from common.record.run_folder import METRICS, short_path
+from common.record.run_folder import METRICS, read_training_config, short_path
 from common.record.terminal import NOT_MEASURED, folded, format_cell, grid, line_width
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
@@ -108,7 +108,8 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
     output_dir = Path(output_dir)
     folders = {system.name: folder_of_run(system.path)[0] for system in results.systems}
     first = {folder: name for name, folder in reversed(folders.items())}  # of its checkpoints one
-    runs = {first[run]: run for run in folders.values() if (run / METRICS).is_file()}
+    trained = filter(read_training_config, folders.values())
+    runs = {first[run]: run for run in trained if (run / METRICS).is_file()}
     pictures = summary_figures(results, system_colours(folders), output_dir / "plots")
     systems: list[Block] = [
         f"{held_out(results).capitalize()}.",

@@ -7,7 +7,7 @@ policies in every reading; the numbers of `results.json` follow from `scores.jso
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +27,18 @@ from transformers import (
 
 import evaluate
 from common import distributed
-from common.config.evaluate import POLICY_SCORES
+from common.config.dpo import DPOConfig
+from common.config.evaluate import POLICY_SCORES, EvaluateConfig
+from common.config.grpo import GRPOConfig
+from common.config.reward import RewardConfig
+from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.evaluation import measure, records, runs, summary
 from common.evaluation.records import BASELINES, PairScores
 from common.evaluation.results import read_results
 from common.model import load
 from common.objectives.implicit_reward import ImplicitReward
+from common.record.run_folder import MARKS_OF_TRAINING
 from common.report import tables
 from common.rewards.models import RewardModelFunction
 from common.text import reading, synthetic
@@ -223,7 +228,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) ->
         }
     for name, model in models.items():
         tiny.save(model, root / name / "model", other if name == "foreign" else tokenizer)
-    (root / "dpo" / "config.yaml").write_text(yaml.safe_dump({"beta": 0.3}))
+    tiny.write_run_config(root / "dpo", beta=0.3)
     return root
 
 
@@ -334,31 +339,67 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("beta: 0.3", ImplicitReward(beta=0.3)),
-        ("beta: 0", ImplicitReward()),
-        ("[1]", ImplicitReward()),
-    ],
+    ("values", "expected"),
+    [({"beta": 0.3}, ImplicitReward(beta=0.3)), ({"beta": 0}, ImplicitReward())],
 )
-def test_a_policy_is_judged_by_the_reward_of_its_run(tmp_path, text, expected):
+def test_a_policy_is_judged_by_the_reward_of_its_run(tmp_path, values, expected):
     folder = tmp_path / "model"
     folder.mkdir()
     assert runs.reward_of_run(str(folder)) == ImplicitReward()
-    (tmp_path / "config.yaml").write_text(text)
+    tiny.write_run_config(tmp_path, **values)
     assert runs.reward_of_run(str(folder)) == expected
-    (tmp_path / "config.yaml").write_text("{beta: 2, loss_type: [simpo]}")
+    tiny.write_run_config(tmp_path, beta=2, loss_type=["simpo"])
     with pytest.raises(UserError, match="a DPO run that names no implicit_reward: train it again"):
         runs.reward_of_run(str(folder))
 
 
+TRL = {"learning_rate": 1e-6, "beta": 0.04, "loss_type": "dapo", "max_completion_length": 9}
+FOREIGN = {  # what other tools leave next to a model
+    "a recipe of TRL": yaml.safe_dump(TRL | {"model_name_or_path": "owner/name"}),
+    "a schedule of beta": "beta: linear",
+    "tags of Python": "device: !!python/object/apply:torch.device ['cpu']",
+    "a date that is none": "date: 2026-99-99",
+    "a list": "[1]",
+    "an empty file": "",
+    "no YAML": "a: [",
+    "no text": b"\x00\xff",
+}
+
+
+@pytest.mark.parametrize("content", [*FOREIGN.values(), None], ids=[*FOREIGN, "a folder"])
+def test_what_another_tool_left_next_to_a_model_makes_it_no_run_s(tmp_path, content):
+    folder = tmp_path / "checkpoints" / "step_best" / "model"
+    run_dir = folder.parent
+    folder.mkdir(parents=True)
+    for name in ("config.yaml", "environment.json"):
+        if content is None:
+            (run_dir / name).mkdir()
+        else:
+            (run_dir / name).write_bytes(
+                content if isinstance(content, bytes) else content.encode()
+            )
+    (run_dir / "metrics.jsonl").write_text('{"loss": 1}\nnone\n[1]\n')
+    assert runs.config_of_run(str(folder)) == {}
+    assert runs.reward_of_run(str(folder)) == ImplicitReward()
+    assert runs.reference_of_run(str(folder)) == ""
+    system = summary.describe_system(str(folder), "logp", {str(folder): "x"}, (), None, ())
+    assert system.minutes is None
+
+
+@pytest.mark.parametrize("config", [SFTConfig, RewardConfig, DPOConfig, GRPOConfig, EvaluateConfig])
+def test_every_run_that_trains_is_known_by_its_config(config):
+    names = {f.name for f in fields(config)}
+    assert (names >= MARKS_OF_TRAINING) == (config is not EvaluateConfig)
+
+
 def test_the_reference_of_one_policy_is_where_its_run_started(tmp_path: Path):
-    folder, start = tmp_path / "dpo" / "model", tmp_path / "sft"
+    run_dir, start = tmp_path / "dpo", tmp_path / "sft"
+    folder = run_dir / "model"
     folder.mkdir(parents=True)
     assert runs.reference_of_run(str(folder)) == ""
-    (tmp_path / "dpo" / "config.yaml").write_text(f"model_name_or_path: {start}")
+    tiny.write_run_config(run_dir, model_name_or_path=str(start))
     assert runs.reference_of_run(str(folder)) == ""  # it is not there any more
     start.mkdir()
     assert runs.reference_of_run(str(folder)) == str(start)
-    (tmp_path / "dpo" / "config.yaml").write_text("model_name_or_path: owner/name")  # on the hub
+    tiny.write_run_config(run_dir, model_name_or_path="owner/name")  # on the hub
     assert runs.reference_of_run(str(folder)) == "owner/name"

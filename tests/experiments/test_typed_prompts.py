@@ -91,7 +91,7 @@ def folders(tmp_path_factory, tokenizer_folder):
         tokenizer = tiny.with_template(AutoTokenizer.from_pretrained(tokenizer_folder), template)
         shape = {"vocab_size": len(tokenizer), "n_positions": 192}
         tiny.save(tiny.causal_lm("gpt2", seed=seed, is_plain=True, **shape), path, tokenizer)
-        path.with_name("config.yaml").write_text("max_completion_length: 12\n")
+        tiny.write_run_config(path.parent, max_completion_length=12)
         sample = {"prompt": sample_of(tokenizer) if template else SAMPLE}
         path.with_name("samples.jsonl").write_text(json.dumps(sample) + "\n")
         paths.append(path)

@@ -259,6 +259,7 @@ def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(results: Res
 
 def test_the_report_holds_table_picture_curves_samples_and_the_ties(tmp_path, results):
     run_dir = record(tmp_path / "the run", [{"step": s, "loss": 1 / s} for s in range(1, 100)])
+    tiny.write_run_config(run_dir)
     plot_run(run_dir)
     results.dataset = "/home/someone/data/pairs"
     texts = {"SFT": " One <|endoftext|>\nline", "GRPO": ""}

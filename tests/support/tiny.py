@@ -5,6 +5,7 @@ distributions are far from uniform and a wrong position, mask or shift shows.
 """
 
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -136,6 +138,13 @@ def train_config(**fields: Any) -> SFTConfig:
     """A config that names no folder that would be read or written."""
     needed = {"output_dir": "unused", "model_name_or_path": "unused", "micro_batch_size": 4}
     return SFTConfig(**(needed | fields))
+
+
+def write_run_config(run_dir: Path, **fields: Any) -> None:
+    """Write the config.yaml of a training run with these values."""
+    values = dataclasses.asdict(train_config()) | fields
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(values))
 
 
 def checkpointer(
