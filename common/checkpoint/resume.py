@@ -11,7 +11,12 @@ from common.checkpoint import layout
 from common.config.stages import MODEL_FOLDERS, TrainConfig
 from common.errors import UserError
 from common.record import output_lock
-from common.record.run_folder import ENVIRONMENT, inputs_of, read_config
+from common.record.run_folder import (
+    ENVIRONMENT,
+    inputs_of,
+    read_config,
+    read_training_config,
+)
 from common.shutdown import signals
 
 OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_target_modules", "model_name_or_path")
@@ -63,12 +68,20 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
 
 
 def refuse_other_stage(config: TrainConfig) -> None:
-    """Raise a UserError on rank 0 if the run would replace a model of another stage, or of none."""
+    """Raise a UserError on rank 0 if the run would replace a model of another stage, or of none.
+
+    Or records of another tool, which gave its files the same names.
+    """
+    if not distributed.is_rank0():
+        return
     output_dir, stage = Path(config.output_dir), type(config).__name__
     written_by = read_config(output_dir, ENVIRONMENT).get("stage", "no run")
-    if distributed.is_rank0() and has_model(output_dir) and written_by != stage:
+    replaced = ["folder 'model'"] if has_model(output_dir) and written_by != stage else []
+    if not read_training_config(output_dir) and not layout.newest_first(output_dir):
+        replaced += [f"file {name!r}" for name in layout.RECORDS if (output_dir / name).is_file()]
+    if replaced:
         raise UserError(
-            f"--output_dir {output_dir} has a folder 'model' of {written_by}, and this run of "
+            f"--output_dir {output_dir} has a {replaced[0]} of {written_by}, and this run of "
             f"{stage} would replace it; name another folder."
         )
 

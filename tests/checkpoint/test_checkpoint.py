@@ -139,6 +139,7 @@ DAMAGE: list[tuple[Any, str]] = [
     (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
     (lambda folder: os.truncate(folder / "manifest.json", 99), "it has no manifest.json"),
     (lambda folder: (folder / "manifest.json").write_text("{}"), "it has no manifest.json"),
+    (lambda folder: (folder / "manifest.json").write_text("[1]"), "it has no manifest.json"),
 ]
 
 
@@ -271,6 +272,19 @@ def test_a_model_of_another_stage_is_not_replaced(saved: Path) -> None:
     for wanted in ("auto", "none"):
         with pytest.raises(UserError, match="'model' of DPOConfig, and this run of SFTConfig wou"):
             find(saved, wanted)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_records_of_another_tool_are_not_cut(tmp_path, name):
+    for stray in ("config.yaml", "environment.json"):
+        (tmp_path / stray).write_text("learning_rate: 1")  # the second is no JSON
+    assert find(tmp_path) is None
+    tiny.write_rows(tmp_path / name, [{"loss": 1.0}])
+    for wanted in ("auto", "none"):
+        with pytest.raises(UserError, match=f"a file '{name}' of no run, and this run of SFTConf"):
+            find(tmp_path, wanted)
+    tiny.write_run_config(tmp_path)
+    assert find(tmp_path) is None  # of a run that was killed early
 
 
 def test_a_finished_model_without_checkpoints_is_not_replaced_by_another_run(tmp_path):
