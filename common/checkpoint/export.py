@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from transformers.dynamic_module_utils import custom_object_save
 
 from common import distributed
-from common.checkpoint import hf_folder
+from common.checkpoint import hf_folder, layout
 from common.checkpoint.sharded_state import cause
 from common.config.flags import ModelFlags
 from common.errors import UserError
 from common.model import fsdp, lora
-from common.record.run_folder import MANIFEST
 from common.record.terminal import run_command
 from common.text.example import Vocabulary
 
@@ -107,7 +106,7 @@ def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
 
 def main() -> None:
     """Export the checkpoint that the command line names."""
-    if len(sys.argv) != 2 or not Path(sys.argv[1], MANIFEST).is_file():
+    if len(sys.argv) != 2 or not layout.is_checkpoint(sys.argv[1]):
         raise UserError("give the folder of a checkpoint, as output/sft/checkpoints/step_00000500.")
     print(hf_folder.exported(Path(sys.argv[1]), ModelFlags(sys.argv[1])))
 

@@ -5,7 +5,6 @@ alone can be exported, and the result equals the run's exported model to the bit
 their base.
 """
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -25,7 +24,7 @@ from common.checkpoint import layout
 from common.config.flags import ModelFlags, values_of
 from common.errors import UserError, gist
 from common.model import checks, load, lora
-from common.record.run_folder import CONFIG, MANIFEST
+from common.record.run_folder import CONFIG
 
 Config = TypeVar("Config", bound=ModelFlags)
 NOT_MODELS = ("output_dir", "resume_from_checkpoint")  # paths of other things
@@ -151,7 +150,7 @@ def with_folders(config: Config) -> Config:
     """
     paths = [f for f in fields(config) if f.metadata["is_path"] and f.name not in NOT_MODELS]
     names = dict.fromkeys(name for f in paths for name in values_of(config, f))
-    checkpoints = [n for n in names if os.path.isfile(os.path.join(n, MANIFEST))]
+    checkpoints = list(filter(layout.is_checkpoint, names))
     folders = {name: exported(Path(name), config) for name in distributed.from_rank0(checkpoints)}
     changed: dict[str, Any] = {}
     for f in paths if folders else ():

@@ -49,13 +49,19 @@ def newest_first(output_dir: Path) -> list[Path]:
 # ---- the manifest --------------------------------------------------------------------------------
 
 
+def is_checkpoint(name: str) -> bool:
+    """Whether a path names a checkpoint; folders of other tools may have a manifest.json too."""
+    return all(os.path.exists(os.path.join(name, content)) for content in (MANIFEST, SETTINGS))
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest; a ValueError if it is missing or damaged."""
-    contents: dict[str, Any] = {}
+    contents: Any = None
     with suppress(OSError, ValueError):
         contents = json.loads((folder / MANIFEST).read_text())
+    if isinstance(contents, dict):
         contents = contents.get("contents", contents)  # as before 2026-11-28
-    if "files" not in contents:
+    if not isinstance(contents, dict) or "files" not in contents:
         raise ValueError(f"it has no {MANIFEST} that can be read")
     return contents
 

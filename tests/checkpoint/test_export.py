@@ -87,6 +87,15 @@ def test_of_two_commands_one_waits_for_the_other_s_export(run: Path) -> None:
     assert list((newest / "model").iterdir()) == []
 
 
+def test_a_manifest_of_another_tool_makes_no_folder_a_checkpoint(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("model", "data")]
+    for folder, manifest in zip(folders, ("[]", '{"files": {}}'), strict=True):
+        folder.mkdir()
+        (folder / "manifest.json").write_text(manifest)
+    names = {"model_name_or_path": str(folders[0]), "dataset_name": str(folders[1])}
+    assert hf_folder.with_folders(config := tiny.train_config(**names)) == config
+
+
 def test_what_is_no_checkpoint_or_damaged_is_refused(run: Path) -> None:
     newest = layout.newest_first(run)[0]
     (newest / "settings" / "config.json").write_text("{}")
