@@ -1,6 +1,7 @@
 """Checks of a model's folder and configuration before its weights are read."""
 
 import copy
+import math
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,15 @@ from common.record.run_folder import MANIFEST
 from common.text import sources
 
 Kind = Literal["policy", "reward_model", "trunk"]
+# What a forward pass returns, by which its output is read
+RETURNED = {
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+    "return_dict": True,
+}
+ALWAYS_INSTALLED = (None, "eager", "sdpa")  # attention
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Tensors of older files that no model reads any more: masks and angles, which it computes
 BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$")
 
@@ -35,6 +45,46 @@ def refuse_unknown_fields(path: str, fields: dict[str, Any]) -> None:
     for name in fields:
         if not hasattr(model, name):
             raise UserError(f"{path!r} has {name!r}, which no {model.model_type} has.")
+
+
+def drop_leftovers(path: str, model_config: PretrainedConfig) -> PretrainedConfig:
+    """Undo what other tools save in a config, and in those inside it; returns the same config.
+
+    What a forward pass returns is what this project reads. Kernels are those that are installed
+    here. An id of no token, as -1, is None: as padding it would be that of the last token. A
+    UserError for an id that is no whole number.
+    """
+    classes = getattr(model_config, "architectures", None) or []
+    listed = [classes] if isinstance(classes, str) else classes
+    model_config.architectures = [name for name in listed if isinstance(name, str)] or None
+    for name, value in RETURNED.items():
+        if hasattr(model_config, name):
+            setattr(model_config, name, value)
+    if getattr(model_config, "_attn_implementation", None) not in ALWAYS_INSTALLED:
+        model_config._attn_implementation = None
+    if getattr(model_config, "_experts_implementation", None) is not None:
+        model_config._experts_implementation = None
+    num_ids = getattr(model_config, "vocab_size", None) or math.inf
+    for name in SPECIAL_IDS:
+        if (ids := getattr(model_config, name, None)) is not None:
+            kept = token_ids(ids, num_ids, f"{path}/config.json") or None
+            setattr(model_config, name, kept if kept is None or isinstance(ids, list) else kept[0])
+    for name in getattr(model_config, "sub_configs", ()):
+        if (inside := getattr(model_config, name, None)) is not None:
+            drop_leftovers(path, inside)
+    return model_config
+
+
+def token_ids(ids: Any, num_ids: float, file: str) -> list[int]:
+    """The tokens that a field of special ids names: none, one or a list of them.
+
+    Ids that no token has stand for none. A UserError for what is no whole number.
+    """
+    listed = [i for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+    for i in listed:
+        if isinstance(i, bool) or not isinstance(i, int | float) or i % 1:
+            raise UserError(f"{file} has {i!r} as a token's id, which must be a whole number.")
+    return [int(i) for i in listed if 0 <= i < num_ids]
 
 
 def check_vocabulary(

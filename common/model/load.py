@@ -113,16 +113,14 @@ def stop_token_ids(
     for path in paths:
         model_config, revision = find_config(path, tokenizer, config), revision_of(path, config)
         checks.refuse_other_types(path, model_config)
+        file = f"{path}/generation_config.json"
         try:
             generation = GenerationConfig.from_pretrained(path, revision=revision)
-        except OSError as error:
-            if Path(path, "generation_config.json").is_file():
-                raise UserError(f"{path}/generation_config.json: {gist(error)}.") from None
+        except Exception as error:  # of many types, by what is wrong in the file
+            if Path(file).is_file() or not isinstance(error, OSError):
+                raise UserError(f"{file}: {gist(error)}.") from None
             generation = GenerationConfig.from_model_config(model_config)
-        stops = generation.eos_token_id
-        num_ids = model_config.vocab_size
-        listed = stops if isinstance(stops, list) else [stops]
-        ids += [i for i in listed if i is not None and i < num_ids]
+        ids += checks.token_ids(generation.eos_token_id, model_config.vocab_size, file)
     return list(dict.fromkeys([*map(int, ids), int(tokenizer.eos_token_id)]))
 
 
@@ -203,9 +201,12 @@ def find_config(
                 num_ids, eos_id = checks.count_ids(tokenizer), tokenizer.eos_token_id
                 fields |= {"vocab_size": num_ids, "eos_token_id": eos_id}
                 fields |= {"bos_token_id": tokenizer.bos_token_id}
-            return AutoConfig.for_model(**fields)
-        model_config: PretrainedConfig = AutoConfig.from_pretrained(
-            path, revision=revision, trust_remote_code=config.trust_remote_code
+            return checks.drop_leftovers(path, AutoConfig.for_model(**fields))
+        model_config: PretrainedConfig = checks.drop_leftovers(
+            path,
+            AutoConfig.from_pretrained(
+                path, revision=revision, trust_remote_code=config.trust_remote_code
+            ),
         )
         file = cached_file(path, "config.json", revision=revision)
         model_config._commit_hash = extract_commit_hash(file, None)
@@ -316,7 +317,7 @@ def load(
         distributed.seed_everything(config.seed)
         return model
     options = {"revision": revision, "trust_remote_code": config.trust_remote_code}
-    whole_config = AutoConfig.from_pretrained(path, **options)
+    whole_config = checks.drop_leftovers(path, AutoConfig.from_pretrained(path, **options))
     has_more = text_part.config_of(whole_config) is not None
     try:
         model, report = (AutoModelForImageTextToText if has_more else auto_class).from_pretrained(

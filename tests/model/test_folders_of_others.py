@@ -1,0 +1,159 @@
+"""Claim: what other tools save with a model changes no number, and what cannot be read is named.
+
+A folder whose config has switches of a forward pass, kernels that are not installed or ids of no
+token gives the scores of the clean one, in both layouts, and is exported without them.
+About `common.model.load` and `common.model.checks`.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mistakes
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from common import distributed
+from common.checkpoint import export
+from common.errors import UserError
+from common.forward import Policy, RewardModel
+from common.model import checks, fsdp, load
+from common.padding import padded_batch, shared_prefix_batch
+from common.sampling.sampler import Sampler
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+PROMPTS = [[n % 50 + 2 for n in tiny.random_ids(k, seed=k)] for k in (7, 2, 11)]
+COMPLETIONS = [[[*tiny.random_ids(k, seed=90 + k), 0]] for k in (4, 6, 1)]  # id 0: eos
+FAMILIES = {
+    "gpt2": {},
+    "llama": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+LEFTOVERS: list[dict[str, Any]] = [
+    {"output_hidden_states": True, "output_attentions": True, "return_dict": False},
+    {"return_dict": None, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    {"torchscript": True, "use_cache": False, "return_dict_in_generate": True},
+    {"attn_implementation": "flash_attention_2", "experts_implementation": "mine"},
+    {"_attn_implementation": "a/kernel", "_experts_implementation": "grouped_mm"},
+    {"pad_token_id": -1, "bos_token_id": -1, "eos_token_id": -1},
+    {"pad_token_id": 5000, "bos_token_id": None, "eos_token_id": [-1, 5000]},
+    {"eos_token_id": [], "architectures": [None], "dtype": "bfloat16", "problem_type": None},
+    {"torch_dtype": "float16", "transformers_version": "3.0.2", "_name_or_path": "/not/here"},
+    {"max_length": 9, "temperature": 0, "num_beams": 0, "suppress_tokens": [3], "unknown": {}},
+    {"gradient_checkpointing": True, "num_labels": 3, "attention_dropout": 0.5, "attn_pdrop": 0.5},
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy and a reward model of each family."""
+    root = tmp_path_factory.mktemp("clean")
+    for family, fields in FAMILIES.items():
+        shape = fields | {"vocab_size": 300, "is_plain": True}
+        tiny.save(tiny.causal_lm(family, **shape), root / family / "policy")
+        tiny.save(tiny.classifier(family, pad_id=1, **shape), root / family / "judge")
+    return root
+
+
+def scores(folder: Path, kind: checks.Kind, layout: str) -> tuple[Any, Tensor]:
+    """A loaded model, sharded as in a stage, and its scores of the completions."""
+    config = tiny.train_config(layout=layout, max_prompt_length=40, max_completion_length=20)
+    tokenizer = tiny.tokenizer()
+    model_config = load.read_model_config(str(folder), kind, tokenizer, config)
+    if kind == "policy":
+        module: Any = Policy(load.load_policy(str(folder), model_config, config, trains=True))
+    else:
+        module = RewardModel(load.load_reward_model(str(folder), model_config, tokenizer, config))
+    module = fsdp.shard(module, config, distributed.mesh())
+    make = padded_batch if layout == "padded" else shared_prefix_batch
+    with torch.no_grad():
+        output = module(make(PROMPTS, COMPLETIONS, 1).to(distributed.device()))
+    return module, output.token_logps if kind == "policy" else output
+
+
+def with_fields(folder: Path, source: Path, file: str = "config.json", **fields: Any) -> Path:
+    """A copy of a model's folder with other values in one of its files."""
+    shutil.copytree(source, folder)
+    mistakes.change(folder / file, **fields)
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_other_tools_leave_in_a_config_changes_no_score(folders, tmp_path, family, layout):
+    sources: list[tuple[str, checks.Kind]] = [("policy", "policy"), ("judge", "reward_model")]
+    for name, kind in sources:
+        _, expected = scores(folders / family / name, kind, layout)
+        for number, fields in enumerate(LEFTOVERS):
+            if kind == "reward_model":  # these make it another model
+                fields = {k: fields[k] for k in fields if k not in ("architectures", "num_labels")}
+            folder = with_fields(tmp_path / name / f"{number}", folders / family / name, **fields)
+            module, values = scores(folder, kind, layout)
+            assert torch.equal(values, expected), fields
+            exported = json.loads(export.settings_of(module.lm, tiny.vocabulary())["config.json"])
+            assert {k: exported.get(k, v) for k, v in checks.RETURNED.items()} == checks.RETURNED
+
+
+def test_a_mixture_samples_whatever_its_config_returns(folders, tmp_path):
+    drawn = []
+    switches = {"output_router_logits": True, "return_dict": False, "output_attentions": True}
+    for fields in ({}, switches):
+        source = folders / "mixtral" / "policy"
+        folder = with_fields(tmp_path / f"{len(drawn)}", source, **fields)
+        module, _ = scores(folder, "policy", "padded")
+        config = tiny.train_config(layout="padded", max_completion_length=6)
+        examples = tiny.ragged_examples([(7,), (2,), (11,)])
+        rollouts = Sampler(module, tiny.vocabulary(), config).sample(examples, num_samples=2)
+        drawn.append(rollouts.completion_ids)
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        (-1, [0]),
+        (None, [0]),
+        ([], [0]),
+        ([5, -1, 5000, None], [0, 5]),
+        ([5.0, 7], [0, 5, 7]),
+        ("5", "has '5' as a token's id"),
+        (["<eos>"], "has '<eos>' as a token's id"),
+        ([[5]], "has [5] as a token's id"),
+        (5.5, "has 5.5 as a token's id"),
+        (False, "has False as a token's id"),
+    ],
+)
+def test_a_model_stops_at_tokens_only(folders, tmp_path, stops, expected):
+    source = folders / "llama" / "policy"
+    folder = with_fields(tmp_path / "x", source, "generation_config.json", eos_token_id=stops)
+    config = tiny.train_config(model_name_or_path=str(folder))
+    if isinstance(expected, list):
+        assert load.load_vocabulary(config).stop_ids == expected
+        return
+    with pytest.raises(UserError) as refusal:
+        load.load_vocabulary(config)
+    tiny.check_sentence(refusal.value, f"{folder}/generation_config.json", expected)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "no JSON",
+        '{"pad_token_id": [1]}',
+        '{"max_new_tokens": -1}',
+        '{"num_return_sequences": 4}',
+        '{"cache_implementation": "mine"}',
+        '{"compile_config": 1}',
+    ],
+)
+def test_settings_of_generation_that_transformers_cannot_read_are_named(folders, tmp_path, content):
+    folder = with_fields(tmp_path / "x", folders / "gpt2" / "policy")
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(UserError) as refusal:
+        load.load_vocabulary(tiny.train_config(model_name_or_path=str(folder)))
+    tiny.check_sentence(refusal.value, f"{folder}/generation_config.json: ")
