@@ -142,10 +142,19 @@ def check_location(path: str, content: Literal["model", "tokenizer"]) -> None:
         sources.is_reachable()
 
 
-def check_head(path: str, model: Any) -> None:
-    """Raise a UserError for a classifier with other layers than one projection."""
+def check_head(path: str, model: Any, *, is_lost: bool = False) -> None:
+    """Raise a UserError for a classifier with other layers than one projection.
+
+    Or for a trained head that is lost, because the config does not name a classifier.
+    """
+    name = type(model).__name__
     if not hasattr(model, "score"):
-        raise UserError(f"{path!r} ({type(model).__name__}) has no `score` head to use as reward.")
+        raise UserError(f"{path!r} ({name}) has no `score` head to use as reward.")
+    if is_lost:
+        raise UserError(
+            f"the weights of {path!r} have a `score` head, but the architectures in its "
+            f"config.json do not name {name}; correct them."
+        )
 
 
 def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head: bool) -> None:

@@ -335,9 +335,10 @@ def load(
             f"no safetensors weights could be loaded from {path!r}: {reason}."
         ) from None
     is_classifier = auto_class is AutoModelForSequenceClassification and not has_more
-    if is_classifier:  # else what its head lacks would be the reason
-        checks.check_head(path, model)
     has_new_head = is_classifier and not checks.is_classifier(model_config)
+    if is_classifier:  # else what its head lacks would be the reason
+        has_trained = not any(name.startswith("score.") for name in report["missing_keys"])
+        checks.check_head(path, model, is_lost=has_new_head and has_trained)
     checks.check_weights(path, model, report, has_new_head=has_new_head)
     if has_more:
         print(f"the text model of {path!r}, a {whole_config.model_type}, is used alone", flush=True)

@@ -157,3 +157,12 @@ def test_settings_of_generation_that_transformers_cannot_read_are_named(folders,
     with pytest.raises(UserError) as refusal:
         load.load_vocabulary(tiny.train_config(model_name_or_path=str(folder)))
     tiny.check_sentence(refusal.value, f"{folder}/generation_config.json: ")
+
+
+@pytest.mark.parametrize(
+    "names", [None, [], ["LlamaModel"], ["BertForMaskedLM"], "LlamaForCausalLM"]
+)
+def test_a_trained_head_is_not_lost_where_the_config_names_no_classifier(folders, tmp_path, names):
+    folder = with_fields(tmp_path / "x", folders / "llama" / "judge", architectures=names)
+    with pytest.raises(UserError, match="have a `score` head, but .* LlamaForSequenceClassif"):
+        scores(folder, "trunk", "padded")
