@@ -1,6 +1,7 @@
 """Checks of a model's folder and configuration before its weights are read."""
 
 import copy
+import difflib
 import math
 import re
 from pathlib import Path
@@ -35,16 +36,57 @@ RETURNED = {
 }
 ALWAYS_INSTALLED = (None, "eager", "sdpa")  # attention
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+CONVERTED = ("rope_scaling", "rope_theta", "torch_dtype")  # fields that transformers renames
+# Fields that transformers has written itself, and has not read for long
+WRITTEN_BEFORE = {
+    "_attn_implementation_autoset",
+    "_model_name_or_path",
+    "add_cross_attention",
+    "auto_map",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "finetuning_task",
+    "gradient_checkpointing",
+    "is_decoder",
+    "model_name_or_path",
+    "n_ctx",
+    "output_past",
+    "output_router_logits",
+    "prefix",
+    "pretraining_tp",
+    "pruned_heads",
+    "sep_token_id",
+    "task_specific_params",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "tokenizer_class",
+    "torchscript",
+    "use_bfloat16",
+}
 # Tensors of older files that no model reads any more: masks and angles, which it computes
 BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$")
 
 
 def refuse_unknown_fields(path: str, fields: dict[str, Any]) -> None:
-    """Raise a UserError for a config with a misspelt field, which transformers ignores."""
-    model = AutoConfig.for_model(fields["model_type"])
+    """Raise a UserError for a config with a misspelt field, which transformers ignores.
+
+    A field that transformers converts, as `rope_theta`, or has written itself is not misspelt. A
+    config that a tool saved (it has `transformers_version`) may have further fields, but none that
+    looks like a misspelling.
+    """
+    if not isinstance(fields, dict):
+        raise UserError(f"{path!r} has no fields of a model; it must be a JSON object.")
+    default = AutoConfig.for_model(fields["model_type"])
+    # What transformers converts is not stored under its old name
+    unread = vars(AutoConfig.for_model(**fields)).keys() & fields.keys() - WRITTEN_BEFORE
+    names = [*default.to_dict(), *default.attribute_map, *CONVERTED]
     for name in fields:
-        if not hasattr(model, name):
-            raise UserError(f"{path!r} has {name!r}, which no {model.model_type} has.")
+        if name not in unread or hasattr(default, name):
+            continue
+        close = difflib.get_close_matches(name, names, 1, cutoff=0.85)
+        if close or "transformers_version" not in fields:
+            advice = f"; perhaps {close[0]!r} is meant" if close else ""
+            raise UserError(f"{path!r} has {name!r}, which no {default.model_type} has{advice}.")
 
 
 def drop_leftovers(path: str, model_config: PretrainedConfig) -> PretrainedConfig:

@@ -1,8 +1,8 @@
 """Claim: what other tools save with a model changes no number, and what cannot be read is named.
 
 A folder whose config has switches of a forward pass, kernels that are not installed or ids of no
-token gives the scores of the clean one, in both layouts, and is exported without them.
-About `common.model.load` and `common.model.checks`.
+token gives the scores of the clean one, in both layouts, and is exported without them. A config
+given as a file means the same as in a folder. About `common.model.load` and `common.model.checks`.
 """
 
 import json
@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import distributed
 from common.checkpoint import export
@@ -166,3 +167,67 @@ def test_a_trained_head_is_not_lost_where_the_config_names_no_classifier(folders
     folder = with_fields(tmp_path / "x", folders / "llama" / "judge", architectures=names)
     with pytest.raises(UserError, match="have a `score` head, but .* LlamaForSequenceClassif"):
         scores(folder, "trunk", "padded")
+
+
+# ---- a config as a file --------------------------------------------------------------------------
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 300}
+SHAPE |= {"num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": 0}
+SAVED = {"architectures": ["X"], "torch_dtype": "bfloat16", "transformers_version": "4.40.1"}
+SAVED |= {"use_cache": False, "_name_or_path": "owner/name", "_model_name_or_path": "owner/name"}
+OF_LLAMA = {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1}
+SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 300.0, "rope_scaling": None, **OF_LLAMA, **SAVED},
+    "llama 2": {"rope_scaling": {"type": "linear", "factor": 2.0}, "pad_token_id": 32000, **SAVED},
+    "llama 3": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0} | SCALED},
+    "qwen2": {"rope_theta": 1e6, "use_mrope": False, "use_sliding_window": False, **SAVED},
+    "mistral": {"rope_theta": 1e5, "sliding_window": 4096, "torch_dtype": "bfloat16"},
+    "gpt_neox": {"rotary_emb_base": 200, "rotary_pct": 0.5, **SAVED},
+    "phi": {"partial_rotary_factor": 0.5, "rope_theta": 200.0, "max_length": 9, **SAVED},
+}
+
+
+def frequencies(model_config: Any) -> Tensor:
+    lm = AutoModelForCausalLM.from_config(model_config)
+    (values,) = [module.inv_freq for module in lm.modules() if hasattr(module, "inv_freq")]
+    return values
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_means_the_same_as_a_file_and_in_a_folder(tmp_path, name):
+    fields = {"model_type": name.split()[0], **SHAPE, **CONFIGS[name]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    file = tmp_path / "config.json"
+    model_config = load.find_config(str(file), tiny.tokenizer(), tiny.train_config())
+    by_transformers = AutoConfig.from_pretrained(tmp_path)
+    by_transformers.pad_token_id = None
+    plain = {k: v for k, v in fields.items() if not k.startswith(("rope", "rot", "pa"))}
+    assert torch.equal(frequencies(model_config), frequencies(by_transformers))
+    assert not torch.equal(frequencies(model_config), frequencies(AutoConfig.for_model(**plain)))
+
+
+def test_gpt_2_s_published_config_is_read_as_a_file(tmp_path):
+    fields = {"model_type": "gpt2", "n_ctx": 64, "n_embd": 8, "n_head": 1, "n_layer": 1}
+    fields |= {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}
+    (tmp_path / "gpt2.json").write_text(json.dumps(fields))
+    assert load.find_config(str(tmp_path / "gpt2.json"), None, tiny.train_config()).n_embd == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"hidden_szie": 8}, "perhaps 'hidden_size' is meant."),
+        ({"hidden_szie": 8, **SAVED}, "perhaps 'hidden_size' is meant."),
+        ({"rope_tetha": 8.0, **SAVED}, "perhaps 'rope_theta' is meant."),
+        ({"torch_dytpe": "float16", **SAVED}, "perhaps 'torch_dtype' is meant."),
+        ({"layers": 8}, "which no llama has."),
+        ([], "it must be a JSON object."),
+    ],
+)
+def test_a_misspelt_field_is_refused_whoever_wrote_the_file(tmp_path, fields, reason):
+    file = tmp_path / "llama.json"
+    file.write_text(json.dumps(fields and {"model_type": "llama", **fields}))
+    with pytest.raises(UserError) as refusal:
+        load.find_config(str(file), tiny.tokenizer(), tiny.train_config())
+    tiny.check_sentence(refusal.value, reason)
