@@ -66,11 +66,24 @@ def add_adapters(
             f"layers of {type(lm).__name__} share weights, into which separate adapters cannot be "
             "merged; name others in --lora_target_modules, or train without --lora_r."
         )
+    print_share(lm)
     if hasattr(lm, "score"):  # after injecting, where peft would have copied the head
         settings.task_type, settings.modules_to_save = "SEQ_CLS", ["score"]
     lm.peft_config = {ADAPTER: settings}
     for name, parameter in lm.named_parameters():
         parameter.requires_grad_(".lora_" in name or is_saved_whole(lm, name))
+
+
+def print_share(lm: nn.Module) -> None:
+    """Print which matrices of the blocks have no adapter, such as the stacked ones of experts."""
+    adapted = {layer.base_layer.weight for layer in adapted_layers(lm).values()}
+    named = [item for block in fsdp.blocks(lm) for item in block.named_parameters()]
+    matrices = [(n, p) for n, p in named if p.ndim > 1 and not re.search("bias|lora_", n)]
+    if without := sorted({n.removesuffix(".weight") for n, p in matrices if p not in adapted}):
+        share = sum(p.numel() for p in adapted) / sum(p.numel() for _, p in matrices)
+        distributed.print_rank0(
+            f"adapters are on {share:.1%} of the blocks' weights; none on {', '.join(without)}"
+        )
 
 
 def new_settings(lm: Any, path: str, config: TrainConfig) -> Any:

@@ -233,10 +233,14 @@ def test_the_exported_model_and_the_exported_adapter_are_the_trained_policy(
     assert {path.name for path in tmp_path.iterdir()} == {"model", "adapter"}
 
 
-def test_experts_have_no_adapter(bases):
+def test_experts_have_no_adapter_and_the_run_says_so(bases, capsys):
     """To peft the first layer, a dense one, has an `up_proj` of stacked experts."""
     lm = new_policy(bases["qwen3_moe"]).lm
     assert {name.split(".")[-2] for name in lora.adapted_layers(lm)} == {"self_attn"}
+    # Attention has 3 D^2 in each layer, the dense one 6 D^2, the experts 6 D^2, their router 4 D
+    printed = capsys.readouterr().out
+    assert f"adapters are on {6 / (18 + 4 / 32):.1%} of the blocks' weights; none on " in printed
+    assert "mlp.experts.gate_up_proj, mlp.gate, mlp.gate_proj, mlp.up_proj\n" in printed
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
