@@ -199,6 +199,18 @@ def check_head(path: str, model: Any, *, is_lost: bool = False) -> None:
         )
 
 
+def check_finite(path: str, model: nn.Module) -> None:
+    """Raise a UserError for weights that are no finite numbers; it names the first tensor."""
+    for name, weight in model.named_parameters():
+        # A sum is one pass without a copy; one that overflows is looked at again
+        if not weight.detach().sum().isfinite() and not weight.isfinite().all():
+            kind = "NaN" if weight.isnan().any() else "infinite numbers"
+            raise UserError(
+                f"the weights of {path!r} hold {kind}, in {name!r}: what was saved was broken, or "
+                "its training had diverged; give another folder or an earlier checkpoint."
+            )
+
+
 def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head: bool) -> None:
     """Raise a UserError for weights that are not those of the model.
 

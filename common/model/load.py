@@ -340,6 +340,7 @@ def load(
         has_trained = not any(name.startswith("score.") for name in report["missing_keys"])
         checks.check_head(path, model, is_lost=has_new_head and has_trained)
     checks.check_weights(path, model, report, has_new_head=has_new_head)
+    checks.check_finite(path, model)
     if has_more:
         print(f"the text model of {path!r}, a {whole_config.model_type}, is used alone", flush=True)
         return text_part.alone(path, model, auto_class, model_config)

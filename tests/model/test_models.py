@@ -255,6 +255,34 @@ def test_weights_stored_in_bfloat16_are_trained_in_float32(tmp_path, monkeypatch
         assert {p.dtype for p in lm.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize(("number", "words"), [(torch.nan, "NaN"), (torch.inf, "infinite")])
+def test_weights_that_are_no_finite_numbers_are_refused_by_name(tmp_path, number, words):
+    """Before any self-check, which could say only that scores are NaN."""
+    policy, config = tiny.causal_lm("llama", vocab_size=300), short_config()
+    judge = tiny.classifier("llama", vocab_size=300, pad_id=1)
+    for lm in (policy, judge):
+        lm.base_model.layers[1].mlp.up_proj.weight.data[3, 4] = number
+    tokenizer, path = tiny.tokenizer(), tiny.save(policy, tmp_path / "policy")
+    model_config = models.read_model_config(path, "policy", tokenizer, config)
+    with pytest.raises(UserError) as caught:
+        models.load_policy(path, model_config, config)
+    name = "'model.layers.1.mlp.up_proj.weight'"
+    tiny.check_sentence(caught.value, path, words, name)
+    path = tiny.save(judge, tmp_path / "judge")
+    model_config = models.read_model_config(path, "reward_model", tokenizer, config)
+    with pytest.raises(UserError, match=words):
+        models.load_reward_model(path, model_config, tokenizer, config)
+
+
+def test_large_weights_are_no_infinite_ones(tmp_path):
+    """Their sum is more than a float32 holds."""
+    lm, config = tiny.causal_lm("llama", vocab_size=300), short_config()
+    lm.base_model.embed_tokens.weight.data[:] = 3e38
+    path = tiny.save(lm, tmp_path)
+    model_config = models.read_model_config(path, "policy", tiny.tokenizer(), config)
+    assert models.load_policy(path, model_config, config) is not None
+
+
 def test_weights_from_a_config_file_are_a_function_of_the_seed(tmp_path):
     path = tmp_path / "tiny.json"
     shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
