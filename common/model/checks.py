@@ -3,11 +3,13 @@
 import copy
 import difflib
 import math
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -19,6 +21,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.utils.hub import cached_file
 
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist
@@ -63,6 +66,8 @@ WRITTEN_BEFORE = {
     "torchscript",
     "use_bfloat16",
 }
+LABELS = {"num_labels", "id2label", "label2id"}  # fields that say how many a classifier has
+IN_LAYER = re.compile(r"\.\d+\.")  # in the name of a tensor
 # Tensors of older files that no model reads any more: masks and angles, which it computes
 BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$")
 
@@ -197,6 +202,32 @@ def check_head(path: str, model: Any, *, is_lost: bool = False) -> None:
             f"the weights of {path!r} have a `score` head, but the architectures in its "
             f"config.json do not name {name}; correct them."
         )
+
+
+def count_labels(path: str, revision: str, model_config: PretrainedConfig) -> None:
+    """Set one label where config.json says no number, and the head in safetensors is (1, D).
+
+    Without a number transformers takes 2, and it writes none for 2.
+    """
+    fields, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    if not is_classifier(model_config) or not LABELS.isdisjoint(fields):
+        return
+
+    def file_of(name: str) -> Any:  # None where there is none
+        return cached_file(
+            path, name, revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+
+    names = {"model.safetensors"}
+    if index := file_of("model.safetensors.index.json"):
+        by_name = json.loads(Path(index).read_text())["weight_map"]
+        names = {file for name, file in by_name.items() if IN_LAYER.search(name) is None}
+    for file in filter(None, map(file_of, names)):
+        with safe_open(file, "pt") as tensors:
+            outside = [name for name in tensors.keys() if IN_LAYER.search(name) is None]  # noqa: SIM118
+            shapes = [tensors.get_slice(name).get_shape() for name in outside]
+        if any(len(shape) == 2 and shape[0] == 1 for shape in shapes):
+            model_config.num_labels = 1
 
 
 def check_finite(path: str, model: nn.Module) -> None:

@@ -208,6 +208,7 @@ def find_config(
                 path, revision=revision, trust_remote_code=config.trust_remote_code
             ),
         )
+        checks.count_labels(path, revision, model_config)
         file = cached_file(path, "config.json", revision=revision)
         model_config._commit_hash = extract_commit_hash(file, None)
         text_config = text_part.config_of(model_config)

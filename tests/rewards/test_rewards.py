@@ -7,6 +7,7 @@ in `test_trl_rewards`. About `common.rewards` and `common.objectives.user_files`
 
 import asyncio
 import copy
+import json
 import math
 import multiprocessing
 import os
@@ -546,6 +547,41 @@ def ids_of_a_fork() -> list[list[int]]:
 def test_a_reward_function_may_fork_and_tokenise_there(tmp_path: Path):
     (ids,) = launch(ids_of_a_fork, 1, tmp_path, timeout=120)
     assert ids == [synthetic.train_tokenizer()("a b")["input_ids"]] * 50
+
+
+SHORT = {"max_prompt_length": 20, "max_completion_length": 40}
+
+
+@pytest.mark.parametrize(("family", "shards"), [("llama", False), ("gpt2", False), ("opt", True)])
+def test_a_config_that_says_no_number_of_labels_leaves_it_to_the_head(tmp_path, family, shards):
+    """There transformers takes 2, which it does not write either."""
+    shape: dict[str, Any] = {"vocab_size": 300, "is_plain": True, "pad_id": 1}
+    if family == "opt":
+        shape |= {"ffn_dim": 32, "word_embed_proj_dim": 16}
+    lm = tiny.classifier(family, **shape)
+    size = {"max_shard_size": "10KB"} if shards else {}
+
+    def kind_of(num_labels: int, *absent: str) -> Any:
+        lm.config.num_labels = num_labels
+        lm.num_labels = num_labels
+        lm.score = torch.nn.Linear(lm.score.in_features, num_labels, bias=False)
+        folder = tmp_path / f"{num_labels} {len(absent)}"
+        lm.save_pretrained(folder, **size)
+        assert len([*folder.glob("*.safetensors")]) > 1 or not shards
+        fields = json.loads((folder / "config.json").read_text())
+        fields = {name: value for name, value in fields.items() if name not in absent}
+        (folder / "config.json").write_text(json.dumps(fields))
+        tiny.tokenizer().save_pretrained(folder)
+        return tiny.reward_functions([str(folder)], **SHORT).reward_models
+
+    names = ("num_labels", "id2label", "label2id")
+    kind_of(1)
+    (function,) = kind_of(1, *names).values()
+    function.load(distributed.mesh())
+    assert torch.equal(function.model.lm.score.weight, lm.score.weight)
+    for absent in ((), names):
+        with pytest.raises(UserError, match="gives 2 scores to a text, not one"):
+            kind_of(2, *absent)
 
 
 def test_an_encoder_is_no_model_of_any_kind(tmp_path: Path):
