@@ -62,6 +62,9 @@ def main(config: EvaluateConfig) -> None:
     rewards, comparing = find_judges(policies, vocabulary, config)
     names, models = rewards.short_names, list(rewards.reward_models)
     dataset, split, pairs, prompts = load_data(config, vocabulary, rewards)
+    load.compare_templates(
+        policies, vocabulary.tokenizer, [*pairs, *prompts], config, own_text=config.policies
+    )
     run_rewards = {path: runs.reward_of_run(path) for path in config.policies if pairs}
     table = PairScores(records.describe_pairs(pairs, dataset, split))
     output_dir = Path(config.output_dir)
@@ -143,7 +146,8 @@ def read_policy_configs(
     policy_configs = {}
     for path in policies:
         policy_configs[path] = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
-        load.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
+        if not config.tokenizer_name_or_path:  # else `load_vocabulary` has compared them
+            load.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
     if len(policy_configs) > 1:
         distributed.print_rank0(f"reference of KL and implicit rewards: {policies[0]}")
     elif policies:
@@ -228,7 +232,13 @@ def load_data(
         split_name = evaluated_split(config, dataset)
         if has_pairs(config, split_name):
             pairs = load_examples(
-                config, dataset, split_name, "preference", vocabulary, config.num_eval_rows
+                config,
+                dataset,
+                split_name,
+                "preference",
+                vocabulary,
+                config.num_eval_rows,
+                with_texts=True,
             )
     if not pairs and not config.generates:
         raise UserError(

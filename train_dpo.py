@@ -51,6 +51,7 @@ def main(config: DPOConfig) -> None:
     resume_from = find_checkpoint(config)
     is_resumed = resume_from is not None
     train_set, eval_set = reading.load_splits(config, "preference", vocabulary)
+    load.compare_templates(paths[1:], vocabulary.tokenizer, train_set, config)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, train_set)
     by_prompt = {pair.prompt: pair for pair in eval_set or train_set}  # tables show a prompt once

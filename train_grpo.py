@@ -87,6 +87,7 @@ def main(config: GRPOConfig) -> None:
     resume_from = find_checkpoint(config)
     train_set, eval_set = reading.load_splits(config, "prompts", vocabulary)
     pairs = reading.load_held_out_pairs(config, config.eval_pairs_dataset_name, vocabulary)
+    load.compare_templates([config.ref_model_name_or_path], vocabulary.tokenizer, train_set, config)
     scorer.check_rows(train_set, eval_set)
     order = data.BatchOrder.of_training(config, train_set)
 

@@ -117,7 +117,7 @@ def completion_texts(pairs: Sequence[Example], vocabulary: Vocabulary) -> list[l
     """The completions of every pair as text, without the stop token."""
     decode, stop_ids = vocabulary.tokenizer.decode, vocabulary.stop_ids
     return [
-        [decode(ids[:-1] if ids[-1] in stop_ids else ids) for ids in pair.completions]
+        pair.texts or [decode(ids[:-1] if ids[-1] in stop_ids else ids) for ids in pair.completions]
         for pair in pairs
     ]
 

@@ -161,6 +161,13 @@ def reason(error: Exception) -> str:
     return gist(error)
 
 
+def lacks(path: str, content: Literal["model", "tokenizer"]) -> bool:
+    """Whether a path is a folder without the files of a model, or of a tokenizer."""
+    folder = Path(path)
+    patterns = ["config.json"] if content == "model" else ["tokenizer*", "vocab*", "*.model"]
+    return folder.is_dir() and not any(file for name in patterns for file in folder.glob(name))
+
+
 def check_location(path: str, content: Literal["model", "tokenizer"]) -> None:
     """Raise a UserError for a local path that does not exist, or lacks the content.
 
@@ -169,8 +176,7 @@ def check_location(path: str, content: Literal["model", "tokenizer"]) -> None:
     """
     folder = Path(path)
     if folder.is_dir():
-        patterns = ["config.json"] if content == "model" else ["tokenizer*", "vocab*", "*.model"]
-        has_content = any(file for pattern in patterns for file in folder.glob(pattern))
+        has_content = not lacks(path, content)
         # A checkpoint has the settings of its model and of its adapter in one folder.
         is_checkpoint = (folder.parent / MANIFEST).is_file()
         is_adapter = (folder / "adapter_config.json").is_file() and not is_checkpoint

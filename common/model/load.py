@@ -5,7 +5,7 @@ Every other rank builds the same model on the meta device and receives its shard
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from common.config.flags import ModelFlags
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist
 from common.noise import HEAD_STDS, derive_seed
-from common.text.example import Vocabulary
+from common.text.example import Example, Vocabulary
 
 if TYPE_CHECKING:
     from common.model.checks import Kind
@@ -160,25 +160,68 @@ def read_policy_and_reference(
     """Configurations of DPO's or GRPO's two models; a UserError if they have other tokens."""
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [read_model_config(path, "policy", tokenizer, config) for path in paths]
-    refuse_other_tokenizer(paths[1], tokenizer, config)
+    if paths[1] != paths[0]:
+        refuse_other_tokenizer(paths[1], tokenizer, config)
     return configs
 
 
 def refuse_other_tokenizer(
     path: str, tokenizer: PreTrainedTokenizerBase, config: CommonConfig
 ) -> None:
-    """Raise a UserError for a policy whose tokenizer gives the ids other tokens than the run's."""
-    has_none = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
-    if path == config.tokenizer_path or path.endswith(".json") or has_none:
+    """Raise a UserError for a policy whose tokenizer gives a text other ids than the run's.
+
+    It may lack added tokens, as a pad token or those of chats, which a base does without. Where
+    `tokenizer_name_or_path` says how texts are read, ids must be the same tokens, and a line names
+    other differences.
+    """
+    from common.text import differences
+
+    other = other_tokenizer(path, config)
+    clause = other and differences.of_tokenizers(tokenizer, other)
+    if not clause:
         return
-    vocabulary = load_tokenizer(path, config, needs_eos=False).get_vocab()
-    added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
-    expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
-    if any(vocabulary.get(token) != i for token, i in expected.items()):
-        raise UserError(
-            f"{path!r} has another tokenizer than {config.tokenizer_path!r}; the same ids are "
-            "other tokens, so the two cannot be in one run."
-        )
+    sentence = f"{path!r} has another tokenizer than {config.tokenizer_path!r}: {clause}"
+    if not config.tokenizer_name_or_path or differences.of_tables(tokenizer, other):
+        raise UserError(f"{sentence}; the two cannot be in one run.")
+    distributed.print_rank0(f"{sentence}; it reads texts as the latter does")
+
+
+def compare_templates(
+    paths: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Iterable[Example],
+    config: CommonConfig,
+    own_text: Sequence[str] = (),  # the paths of those that are judged by what they read
+) -> None:
+    """Compare the chat templates of models that read the text of the run's.
+
+    A line names one that writes the conversations in another way. A UserError for a model of
+    `own_text`, unless only the opening differs, as a default system turn. With
+    `tokenizer_name_or_path` the user has named one template for all.
+    """
+    from common.text import differences
+
+    chats = [example for example in examples if example.messages]
+    for path in dict.fromkeys(paths) if chats and not config.tokenizer_name_or_path else ():
+        other = other_tokenizer(path, config)
+        difference = other and differences.of_conversations(chats, tokenizer, other)
+        if not difference:
+            continue
+        kind, clause, is_opening = difference
+        sentence = f"{path!r} has another {kind} than {config.tokenizer_path!r}: {clause}"
+        if path in own_text and not is_opening:
+            advice = "evaluate the two separately, or name one for all by --tokenizer_name_or_path"
+            raise UserError(f"{sentence}; {advice}.")
+        distributed.print_rank0(f"{sentence}; it reads the rows as the latter writes them")
+
+
+def other_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model; None where it is the run's, or the folder has none."""
+    from common.model import checks
+
+    is_same = path == config.tokenizer_path or path.endswith(".json")
+    has_none = is_same or checks.lacks(path, "tokenizer")
+    return None if has_none else load_tokenizer(path, config, needs_eos=False)
 
 
 def find_config(

@@ -14,6 +14,7 @@ from common.data import PromptGroup
 from common.errors import UserError
 from common.forward import RewardModel
 from common.model import checks, fsdp, load
+from common.text import differences
 
 
 class RewardModelFunction:
@@ -34,9 +35,15 @@ class RewardModelFunction:
         load.add_own_pad_token(self.tokenizer)
         self.model_config = load.read_model_config(path, "reward_model", self.tokenizer, config)
         self.limit = checks.max_positions(self.model_config)  # None: no longest text
-        ids = self.tokenizer.get_vocab()
-        self.same_ids = all(ids.get(t) == i for t, i in policy_tokenizer.get_vocab().items())
         self.policy_tokenizer = policy_tokenizer
+        both = policy_tokenizer, self.tokenizer
+        has_all = policy_tokenizer.get_vocab().keys() <= self.tokenizer.get_vocab().keys()
+        is_same = has_all and not (differences.of_tables(*both) or differences.of_texts(*both))
+        # Whether the policy's ids are read as they are: of a text, of a conversation
+        self.same_ids = is_same and not differences.of_leading(*both)
+        template = self.tokenizer.chat_template
+        has_template = template in (None, policy_tokenizer.chat_template)
+        self.same_chats = is_same and has_template and not differences.of_marks(*both)
 
     def load(self, mesh: DeviceMesh) -> None:
         """Load the frozen, sharded model. Collective."""
@@ -58,15 +65,15 @@ class RewardModelFunction:
     ) -> list[float]:
         """Rewards of B completions, in their order.
 
-        The policy's ids are scored if this model's tokenizer has the same vocabulary. Otherwise,
-        or where its chat template differs from the policy's, prompts and completions are
+        The policy's ids are scored if this model's tokenizer makes the same ones of a text, or of a
+        conversation, which takes the same chat template. Otherwise prompts and completions are
         tokenised again. Behind an answer in messages the turn is ended as the template ends it, and
         the reward is read there.
         """
         from common.text.chat import TurnEnd
 
         chat = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
-        if self.reads_ids(is_chat=chat is not None):
+        if all(self.reads_ids(is_chat=not isinstance(prompt, str)) for prompt in prompts):
             ids = [list(row) for row in completion_ids]
             if chat is not None:
                 end = TurnEnd(chat, self.policy_tokenizer)
@@ -112,9 +119,7 @@ class RewardModelFunction:
 
     def reads_ids(self, *, is_chat: bool) -> bool:
         """Whether the policy's ids of a conversation, or of a text, are read as they are."""
-        if not is_chat or not self.same_ids:
-            return self.same_ids
-        return self.tokenizer.chat_template in (None, self.policy_tokenizer.chat_template)
+        return self.same_chats if is_chat else self.same_ids
 
     def retokenised(
         self,

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
@@ -13,6 +13,7 @@ from common.text.schemas import COMPLETION_COLUMNS, RawRow, Row, content
 from common.text.tokenise import encode
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # given to the template, as in TRL
+ANSWER = {"role": "assistant", "content": "An answer."}  # to look at what is around it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a message's key for them, by family
 
 
@@ -131,9 +132,8 @@ class TurnEnd:
 
     def __init__(self, messages: Sequence[dict[str, Any]], tokenizer: Any) -> None:
         """Find the end of the turn that answers the messages."""
-        answer = {"role": "assistant", "content": "An answer."}  # no text of a template
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # it is begun
-        self.text = rendered(tokenizer, [*asked, answer], {}).rpartition(answer["content"])[2]
+        self.text = rendered(tokenizer, [*asked, ANSWER], {}).rpartition(ANSWER["content"])[2]
         self.ids = encode([self.text], tokenizer)[0]
         self.tokenizer = tokenizer
 
@@ -150,6 +150,26 @@ class TurnEnd:
                     return [*begun, *self.ids[length:]]
         text = self.tokenizer.decode(written, clean_up_tokenization_spaces=False)
         return written if text.endswith(self.text) else [*written, *self.ids]
+
+
+def as_raw(example: Example, **cells: Any) -> RawRow:
+    """A conversation as `render` takes it: its messages, what goes to the template, and cells."""
+    options = {n: example.columns[n] for n in TEMPLATE_COLUMNS if n in example.columns}
+    return {**options, "prompt": example.messages, **cells}
+
+
+def one_of_each_form(examples: Iterable[Example]) -> list[Example]:
+    """The first conversation of each form: of the same roles and keys, and template columns.
+
+    Templates refuse forms, as one with a system turn, hardly ever words.
+    """
+    first: dict[str, Example] = {}
+    for example in examples:
+        if example.messages:
+            turns = [(turn["role"], *sorted(turn)) for turn in example.messages]
+            options = [example.columns.get(name) for name in TEMPLATE_COLUMNS]
+            first.setdefault(f"{turns} {options}", example)
+    return list(first.values())
 
 
 def to_end_of_turn(

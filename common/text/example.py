@@ -32,3 +32,6 @@ class Example:
     columns: dict[str, Any]  # the others, for reward functions and reports
     source: str = "other"  # as `tokenise.source_of`
     messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt; empty for text
+    # Of the K completions, cut as they are, without stop token; only where `load_examples` keeps
+    # them. Those of the ids may differ: tokenizers change letters and white space.
+    texts: list[str] = field(default_factory=list)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common import distributed
@@ -85,10 +86,13 @@ def load_examples(
     kind: str,  # `sft`, `preference` or `prompts`
     vocabulary: Vocabulary,
     num_rows: int = 0,  # take the first rows only; 0 takes all
+    *,
+    with_texts: bool = False,
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; [] for an empty name or split.
 
-    Every process does it; all have the same rows. A UserError if too many are dropped. Collective.
+    Every process does it; all have the same rows. With texts the examples keep those of their
+    completions. A UserError if too many are dropped. Collective.
     """
     if not dataset_name or not split:
         return []
@@ -106,7 +110,17 @@ def load_examples(
         tokenised = tokenise.tokenize_rows(rows, vocabulary, config)
         distributed.print_rank0(data_report.describe(tokenised, split))
         data_report.refuse_lossy(tokenised, split, config.max_dropped_fraction)
-    return [row.example for row in tokenised if not row.drop_reason]
+    kept = [row for row in tokenised if not row.drop_reason]
+    if not with_texts:
+        return [row.example for row in kept]
+    decode = vocabulary.tokenizer.decode
+    return [
+        replace(
+            row.example,
+            texts=[decode(c.ids) if c.is_truncated else c.text for c in row.completions],
+        )
+        for row in kept
+    ]
 
 
 def load_rows(

@@ -21,12 +21,14 @@ import pytest
 import tiny
 import torch
 from ranks import launch
-from transformers import AutoModelForSequenceClassification, BertConfig
+from tokenizers import normalizers, pre_tokenizers, processors
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
 from common import distributed
 from common.advantages import apply_missing_eos_penalty, penalise_steps
 from common.distributed import tokenizer_threads
 from common.errors import FunctionError, UserError
+from common.evaluation import measure
 from common.model import load
 from common.objectives import user_files
 from common.rewards import functions, models
@@ -35,6 +37,7 @@ from common.rewards.score import RewardFunctions, RewardLog
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.example import Example
+from common.text.reading import load_examples
 
 FILE = """
 from dataclasses import dataclass
@@ -299,9 +302,11 @@ def test_a_classifier_that_transformers_saved_gives_its_own_logits(tmp_path, pro
     lm = tiny.classifier(family, vocab_size=300, is_plain=True, pad_id=1).to(torch.bfloat16)
     folder = tiny.save(lm, tmp_path / "judge")
     texts = ["my key is lost", " the key", " a dog is lost too"]
-    prompt, *ids = tiny.tokenizer()(texts, add_special_tokens=False)["input_ids"]
+    # As it is read with the model: with a Qwen2 transformers puts its normaliser in front
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt, *ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     lengths = {"max_prompt_length": 20, "max_completion_length": 20}
-    scorer = tiny.reward_functions([folder], **lengths)
+    scorer = tiny.reward_functions([folder], of=tokenizer, **lengths)
     scorer.load(distributed.mesh())
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, True])
     rewards = scorer.score([Example(0, texts[0], prompt, [], {})], rollouts).total[0]
@@ -549,7 +554,78 @@ def test_a_reward_function_may_fork_and_tokenise_there(tmp_path: Path):
     assert ids == [synthetic.train_tokenizer()("a b")["input_ids"]] * 50
 
 
+# --- reward models of other tokenizers ------------------------------------------------------------
+
+
 SHORT = {"max_prompt_length": 20, "max_completion_length": 40}
+
+
+def judge_folders(root: Path) -> dict[str, tuple[str, Any]]:
+    """Reward models that share a table of tokens and read texts in other ways, by name."""
+    special = [("<|endoftext|>", 0)]
+    bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=special)
+    space = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "isolated"), space])
+    parts: dict[str, dict[str, Any]] = {
+        "lower": {"normalizer": normalizers.Lowercase()},
+        "plain": {},
+        "bos": {"post_processor": bos},
+        "words": {"pre_tokenizer": words},
+    }
+    folders = {}
+    for seed, (name, changed) in enumerate(parts.items()):
+        tokenizer = copy.deepcopy(tiny.tokenizer())
+        for part, value in changed.items():
+            setattr(tokenizer.backend_tokenizer, part, value)
+        lm = tiny.classifier("llama", seed=seed, vocab_size=300, is_plain=True, pad_id=1)
+        folders[name] = (tiny.save(lm, root / name, tokenizer), lm)
+    return folders
+
+
+@pytest.mark.parametrize("first", ["lower", "plain", "bos", "words"])
+def test_a_judge_reads_pairs_by_its_own_tokenizer_whichever_comes_first(
+    tmp_path, process_group, first
+):
+    """The run's tokenizer is that of the first, which may not even keep the letters."""
+    rows = [
+        {"prompt": f"My {dog} ran", "chosen": " Home at 10", "rejected": " to THE caf\u00e9"}
+        for dog in ("dog", "CAT")
+    ]
+    file = tiny.write_rows(tmp_path / "train.jsonl", rows)
+    folders = judge_folders(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folders[first][0])
+    paths = [path for path, _ in folders.values()]
+    scorer = tiny.reward_functions(paths, of=tokenizer, **SHORT)
+    scorer.load(distributed.mesh())
+    config, vocabulary = tiny.train_config(**SHORT), scorer.vocabulary
+    pairs = load_examples(config, str(file), "train", "preference", vocabulary, with_texts=True)
+    for path, lm in folders.values():
+        of_judge = AutoTokenizer.from_pretrained(path)
+        expected = torch.empty(2, 2)
+        for i, row in enumerate(rows):
+            for j, name in enumerate(("chosen", "rejected")):
+                ids = of_judge(row["prompt"])["input_ids"]
+                ids += [*of_judge(row[name], add_special_tokens=False)["input_ids"], 0]
+                with torch.no_grad():
+                    expected[i, j] = lm(torch.tensor([ids])).logits[0, 0]
+        function = scorer.reward_models[path]
+        scores = measure.reward_scores(function, pairs, vocabulary, config).float()
+        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+        assert function.reads_ids(is_chat=False) is (path == folders[first][0])
+        # A bos is put in front of texts alone: the template writes a conversation's
+        same = {folders[name][0] for name in ("plain", "bos")}
+        assert function.reads_ids(is_chat=True) is (
+            path == folders[first][0] or {path, folders[first][0]} == same
+        )
+
+
+@pytest.mark.parametrize("template", [None, tiny.TURNS])
+def test_a_judge_without_tokens_of_the_policy_never_gets_their_ids(tmp_path, template):
+    folder = judge_folders(tmp_path)["plain"][0]
+    policy = tiny.with_template(tiny.chatml_tokenizer(vocab_size=300), template)
+    (function,) = tiny.reward_functions([folder], of=policy, **SHORT).reward_models.values()
+    assert not function.reads_ids(is_chat=False)
+    assert not function.reads_ids(is_chat=True)
 
 
 @pytest.mark.parametrize(("family", "shards"), [("llama", False), ("gpt2", False), ("opt", True)])

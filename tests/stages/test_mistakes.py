@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mistakes
 import pytest
@@ -49,6 +50,7 @@ def refusals(
     return Refusals(monkeypatch, capsys)
 
 
+CHATML = {"model_name_or_path": "chatml"}
 MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts of the sentence
     # Paths
     ("train_sft", {"output_dir": ""}, ["--output_dir is required"]),
@@ -85,6 +87,28 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     ("train_sft", {"stop_token": "TL;DR:"}, ["--stop_token 'TL;DR:' is", "tokens"]),
     ("train_sft", {"model_name_or_path": "only_bin"}, ["no safetensors weights"]),
     ("train_sft", {"model_name_or_path": "partial"}, ["is missing, and "]),
+    # Several models
+    (
+        "evaluate",
+        CHATML | {"policies": ["chatml", "turns"], "dataset_name": "chat_pairs"},
+        ["'turns' has another chat template than 'chatml'", "--tokenizer_name_or_path"],
+    ),
+    (
+        "evaluate",
+        CHATML | {"policies": ["chatml", "swapped"]},
+        ["'swapped' has another tokenizer than 'chatml'", "the same ids are other tokens"],
+    ),
+    (
+        "train_dpo",
+        CHATML | {"ref_model_name_or_path": "swapped"},
+        ["'swapped'", "ids are other"],
+    ),
+    ("train_grpo", CHATML | {"ref_model_name_or_path": "swapped"}, ["'swapped'", "ids are"]),
+    (
+        "train_sft",
+        {"model_name_or_path": "chatml", "tokenizer_name_or_path": "swapped"},
+        ["'chatml' has another tokenizer than 'swapped'"],
+    ),
     # Columns and rows
     ("train_sft", {"dataset_name": "pairs"}, ["'completion' is missing", "'chosen'"]),
     ("train_sft", {"dataset_name": "chat"}, ["cannot render them", "chat template"]),
@@ -134,6 +158,19 @@ def test_a_mistake_ends_in_one_sentence_before_weights_are_read(
     message = refusals.sentence(stage, arguments(stage, flags))
     for phrase in phrases:
         assert phrase in message
+
+
+@pytest.mark.parametrize("stage", ["train_dpo", "train_grpo", "evaluate"])
+def test_a_reference_with_another_template_is_named_and_reads_the_text_of_the_policy(
+    stage, refusals, monkeypatch, capsys
+):
+    monkeypatch.setattr(load, "load", mock.Mock(side_effect=UserError("enough.")))
+    flags = CHATML | {"ref_model_name_or_path": "turns", "dataset_name": "chat_pairs"}
+    flags |= {"policies": "chatml"} if stage == "evaluate" else {}
+    assert refusals.status(stage, arguments(stage, flags | {"output_dir": "named"})) == 2
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("'turns' has another chat template than")]
+    assert line.endswith("it reads the rows as the latter writes them")
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,14 @@ PROMPT = "TITLE: a\n\nPOST: b\n\nTL;DR:"
 SFT = {"prompt": PROMPT, "completion": " c"}
 PAIR = {"prompt": PROMPT, "chosen": " c", "rejected": " d"}
 USER, ANSWER = {"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}
+SYSTEM, OTHER = {"role": "system", "content": "s"}, {"content": "d"}
 # Rows of train.jsonl in a folder of the name
 ROWS: dict[str, list[Any]] = {
     "sft": [SFT] * 4,
     "pairs": [PAIR] * 4,
     "chat": [{"messages": [USER, ANSWER]}],  # well-formed, for a tokenizer without a template
+    "chat_pairs": [{"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | OTHER]}] * 4,
+    "system": [{"prompt": [SYSTEM, USER], "chosen": [ANSWER], "rejected": [ANSWER | OTHER]}] * 4,
     "margin_text": [{**PAIR, "margin": "large"}],
 }
 FILES = {
@@ -99,8 +102,24 @@ def make_models(folder: Path) -> None:
     weights = load_file(folder / "policy" / "model.safetensors")
     torch.save(weights, folder / "only_bin" / "pytorch_model.bin")
     (folder / "only_bin" / "model.safetensors").unlink()
+    make_chat_models(folder, policy)
     change(folder / "no_eos" / "tokenizer_config.json", eos_token=None)
     change(folder / "quantised" / "config.json", quantization_config={"quant_method": "gptq"})
+
+
+def make_chat_models(folder: Path, policy: Any) -> None:
+    """Policies of one base with chat marks, and a reward model that refuses a system turn."""
+    policy.resize_token_embeddings(302, mean_resizing=False)
+    marks = ["<|im_start|>", "<|im_end|>"]
+    for name, template in {"chatml": tiny.CHATML, "turns": tiny.TURNS, "swapped": None}.items():
+        tokenizer = synthetic.train_tokenizer(300)
+        added = marks[::-1] if name == "swapped" else marks
+        tokenizer.add_special_tokens({"additional_special_tokens": added})
+        tiny.save(policy, folder / name, tiny.with_template(tokenizer, template))
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
+    shutil.copytree(folder / "judge", folder / "strict")
+    strict_tokenizer = tiny.with_template(tiny.tokenizer(), strict + tiny.TURNS)
+    strict_tokenizer.save_pretrained(folder / "strict")
 
 
 def change(file: Path, **fields: Any) -> None:

@@ -6,6 +6,8 @@ About `common.text.reading`, `common.text.sources`, `common.text.shared_prompt` 
 `common.text.example`.
 """
 
+import copy
+import dataclasses
 import gzip
 import json
 import time
@@ -20,6 +22,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiny
+from tokenizers import normalizers
 
 from common.errors import UserError
 from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
@@ -625,3 +628,20 @@ def test_a_split_may_be_some_of_its_rows_as_in_datasets(tmp_path):
     own = datasets.load_dataset("json", data_files=str(file), split="train[2:5]").to_list()
     assert own == load_rows(str(file), "train[2:5]", kind="prompts")
     assert "has no rows" in refusal(str(file), "train[9:]")
+
+
+def test_the_texts_of_completions_are_kept_as_the_rows_have_them(tmp_path):
+    """Those of the ids may differ, as by a tokenizer of lower case; what is cut is that of the ids."""
+    rows = [{"prompt": "p", "chosen": " Two A", "rejected": " " + "A B " * 9}]
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    file = str(tiny.write_rows(tmp_path / "train.jsonl", rows))
+    config = tiny.train_config(max_completion_length=10)
+    arguments = (config, file, "train", "preference", tiny.vocabulary(of=tokenizer))
+    (pair,) = load_examples(*arguments, with_texts=True)
+    chosen, rejected = pair.completions
+    assert tokenizer.decode(chosen[:-1]) == " two a"
+    assert pair.texts == [" Two A", tokenizer.decode(rejected)]
+    assert len(rejected) == 10
+    (plain,) = load_examples(*arguments)
+    assert plain == dataclasses.replace(pair, texts=[])
