@@ -255,6 +255,7 @@ def load_data(
             dataset, split_name = name, split_of_prompts
     note_unused_template(pairs or prompts, vocabulary)
     rewards.check_rows(prompts)
+    rewards.check_conversations(pairs)
     return dataset, split_name, pairs, prompts
 
 

@@ -1,6 +1,6 @@
 """A reward model of any vocabulary as a reward function."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from common import data, distributed, self_checks
 from common.config.stages import CommonConfig
 from common.data import PromptGroup
-from common.errors import UserError
+from common.errors import UserError, naming
 from common.forward import RewardModel
 from common.model import checks, fsdp, load
 from common.text import differences
+from common.text.example import Example
 
 
 class RewardModelFunction:
@@ -44,6 +45,15 @@ class RewardModelFunction:
         template = self.tokenizer.chat_template
         has_template = template in (None, policy_tokenizer.chat_template)
         self.same_chats = is_same and has_template and not differences.of_marks(*both)
+
+    def check_conversations(self, examples: Iterable[Example]) -> None:
+        """Raise a UserError for conversations that this model's chat template cannot render."""
+        from common.text.chat import ANSWER, as_raw, one_of_each_form, render
+
+        for example in () if self.same_chats else one_of_each_form(examples):
+            where = f"row {example.row + 1}, by the tokenizer of the reward model {self.path!r}"
+            with naming("", where, is_ours=True):
+                render(as_raw(example, completion=[ANSWER]), "sft", self.tokenizer)
 
     def load(self, mesh: DeviceMesh) -> None:
         """Load the frozen, sharded model. Collective."""

@@ -153,9 +153,10 @@ class RewardFunctions:
     def check_rows(
         self, examples: Sequence[Example], eval_examples: Sequence[Example] = ()
     ) -> None:
-        """Refuse rows whose columns the functions cannot judge by, before a model is loaded.
+        """Refuse rows that the functions cannot judge by their columns, before a model is loaded.
 
-        A built-in that raises on an empty completion could not judge any other.
+        A built-in that raises on an empty completion could not judge any other. Conversations must
+        fit the reward models' chat templates.
         """
         first = next(chain(examples, eval_examples), None)
         needed = {name: needed_columns(f) for name, f in self.functions.items()}
@@ -182,6 +183,12 @@ class RewardFunctions:
                 except Exception as error:  # of many kinds: a column holds anything
                     reason = error if isinstance(error, ValueError) else gist(error)
                     raise UserError(f"{where}: {reason}, for {name!r}.") from None
+        self.check_conversations([*examples, *eval_examples])
+
+    def check_conversations(self, examples: Sequence[Example]) -> None:
+        """Refuse conversations that a reward model's chat template cannot render."""
+        for function in self.reward_models.values():
+            function.check_conversations(examples)
 
     def choice(self, value: Any, where: str) -> list[str]:
         """The functions that a row asks for in its column `reward_funcs`: all if it has none."""

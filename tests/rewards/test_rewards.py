@@ -628,6 +628,50 @@ def test_a_judge_without_tokens_of_the_policy_never_gets_their_ids(tmp_path, tem
     assert not function.reads_ids(is_chat=True)
 
 
+def test_conversations_that_a_judge_cannot_render_are_found_before_it_is_loaded(tmp_path):
+    """A row of each form is rendered; the sentence names the row and the reward model."""
+    refusal = "{{ raise_exception('System role not supported') }}"
+    strict = f"{{% if messages[0].role == 'system' %}}{refusal}{{% endif %}}{tiny.TURNS}"
+    folders = judge_folders(tmp_path)
+    path = folders["plain"][0]
+    policy = tiny.with_template(tiny.tokenizer(), tiny.TURNS)
+    asked: dict[str, Any] = {"role": "user", "content": "Why?"}
+    chats = [
+        Example(i, "", [5], [], {"tools": None}, messages=[asked | {"content": f"Why {i}?"}])
+        for i in range(3)
+    ]
+    system = [{"role": "system", "content": "Be brief."}, asked]
+    odd = {
+        "System role": (strict, Example(3, "", [5], [], {"tools": None}, messages=system)),
+        "No tools": (
+            "{% if tools %}{{ raise_exception('No tools') }}{% endif %}" + tiny.TURNS,
+            Example(3, "", [5], [], {"tools": [{"name": "search"}]}, messages=[asked]),
+        ),
+        "alternate": (
+            "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+            "{{ raise_exception('Roles must alternate') }}{% endif %}{% endfor %}" + tiny.TURNS,
+            Example(3, "", [5], [], {"tools": None}, messages=[asked, asked]),
+        ),
+    }
+    for words, (template, example) in odd.items():
+        tiny.with_template(tiny.tokenizer(), template).save_pretrained(path)
+        scorer = tiny.reward_functions([path], of=policy, **SHORT)
+        scorer.check_rows(chats, chats)
+        for rows in ((chats, [example]), ([*chats, example], [])):
+            with pytest.raises(UserError) as caught:
+                scorer.check_rows(*rows)
+            tiny.check_sentence(caught.value, words, "row 4, by", f"the reward model {path!r}")
+        with pytest.raises(UserError, match=words):
+            scorer.check_conversations([example])
+    # One that reads the policy's ids renders nothing
+    policy.save_pretrained(path)
+    tiny.reward_functions([path], of=policy, **SHORT).check_rows(chats, [odd["System role"][1]])
+    # One that has no template, and other tokens, cannot read a conversation
+    scorer = tiny.reward_functions([folders["lower"][0]], of=policy, **SHORT)
+    with pytest.raises(UserError, match=f"row 1, .*{folders['lower'][0]}"):
+        scorer.check_rows(chats)
+
+
 @pytest.mark.parametrize(("family", "shards"), [("llama", False), ("gpt2", False), ("opt", True)])
 def test_a_config_that_says_no_number_of_labels_leaves_it_to_the_head(tmp_path, family, shards):
     """There transformers takes 2, which it does not write either."""

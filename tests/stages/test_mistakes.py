@@ -51,6 +51,7 @@ def refusals(
 
 
 CHATML = {"model_name_or_path": "chatml"}
+SYSTEM = CHATML | {"dataset_name": "system"}
 MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts of the sentence
     # Paths
     ("train_sft", {"output_dir": ""}, ["--output_dir is required"]),
@@ -108,6 +109,12 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
         "train_sft",
         {"model_name_or_path": "chatml", "tokenizer_name_or_path": "swapped"},
         ["'chatml' has another tokenizer than 'swapped'"],
+    ),
+    ("train_grpo", SYSTEM | {"reward_funcs": "strict"}, ["No system", "row 1", "'strict'"]),
+    (
+        "evaluate",
+        SYSTEM | {"policies": "chatml", "reward_models": "strict", "num_prompts": 0},
+        ["No system", "row 1", "the reward model 'strict'"],
     ),
     # Columns and rows
     ("train_sft", {"dataset_name": "pairs"}, ["'completion' is missing", "'chosen'"]),

@@ -631,7 +631,7 @@ def test_a_split_may_be_some_of_its_rows_as_in_datasets(tmp_path):
 
 
 def test_the_texts_of_completions_are_kept_as_the_rows_have_them(tmp_path):
-    """Those of the ids may differ, as by a tokenizer of lower case; what is cut is that of the ids."""
+    """A tokenizer may lose letters; what is cut ends where the ids do."""
     rows = [{"prompt": "p", "chosen": " Two A", "rejected": " " + "A B " * 9}]
     tokenizer = copy.deepcopy(tiny.tokenizer())
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
