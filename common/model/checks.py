@@ -2,8 +2,8 @@
 
 import copy
 import difflib
-import math
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, Literal
