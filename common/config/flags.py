@@ -7,6 +7,7 @@ class comes first there.
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ def missed(value: Any, choices: Sequence[Any] | None, bounds: Mapping[str, float
     """The requirement that a value misses; empty if it meets all."""
     if choices and value not in choices:
         return f"one of {choices}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
     if not all(getattr(operator, name)(value, bound) for name, bound in bounds.items()):
         return " and ".join(f"{WORDS[name]} {bound:,}" for name, bound in bounds.items())
     return ""

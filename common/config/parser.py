@@ -22,7 +22,7 @@ Config = TypeVar("Config")
 Values = Mapping[str, Any]  # by name
 HELP = ("-h", "--help")
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
-NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
+NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|\.?inf$|nan$)", re.IGNORECASE)
 
 
 class Parser(argparse.ArgumentParser):

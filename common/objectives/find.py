@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -70,7 +71,7 @@ class Objective:
             values = function.settings
             values |= {name: settings[name] for name in settings if name in values}
             for setting in texts.keys() & values.keys():
-                values[setting] = parsed(setting, texts[setting], type(values[setting]))
+                values[setting] = parsed(setting, texts[setting], values[setting])
         return objective
 
     @classmethod
@@ -117,13 +118,20 @@ def merged(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {n: v for n, v in values.items() if all(each.get(n, v) == v for each in all_settings)}
 
 
-def parsed(name: str, text: str, kind: type) -> Any:
-    """The value of a setting; raises a UserError if the text has another type."""
+def parsed(name: str, text: str, default: Any) -> Any:
+    """The value of a setting; raises a UserError if the text has another type than the default.
+
+    A number must be finite; where the default is infinite, as of a bound that is off, it may be so.
+    """
+    kind = type(default)
+    needed = {bool: "true or false", float: "a finite number"}.get(kind, kind.__name__)
     try:
-        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        needed = "true or false" if kind is bool else kind.__name__
-        raise UserError(f"--objective_args has {name}={text}; it must be {needed}.") from None
+        value = math.nan
+    if isinstance(value, float) and not (math.isfinite(value) or value == default):
+        raise UserError(f"--objective_args has {name}={text}; it must be {needed}.")
+    return value
 
 
 def as_arguments(settings: Mapping[str, Any]) -> list[str]:

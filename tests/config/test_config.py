@@ -8,12 +8,14 @@ config when it is used as a recipe again. That no secret is saved is in test_sec
 import dataclasses
 import importlib
 import json
+import math
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +26,7 @@ from common.config.evaluate import EvaluateConfig
 from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.config.stages import TrainConfig
+from common.errors import UserError
 from common.record import run_folder
 from common.record.run_folder import ENVIRONMENT, input_digests, read_config, save_run_files
 from common.run import is_due
@@ -216,6 +219,30 @@ def test_an_environment_is_read_as_json(tmp_path):
     assert read_config(tmp_path, ENVIRONMENT) == {}
     (tmp_path / "environment.json").write_text('{"rate": 1e-5, "name": "a\\ud83d\\ude00"}')
     assert read_config(tmp_path, ENVIRONMENT) == {"rate": 1e-5, "name": "a\U0001f600"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_number_that_is_not_finite_is_refused_for_every_flag(stage, tmp_path):
+    """On the command line, in a list, in a recipe in Python's words or YAML's, and in Python."""
+    cls = getattr(importlib.import_module(stage), STAGES[stage])
+    needed = [*NEEDED, *MORE.get(stage, [])]
+    numbers = [f for f in dataclasses.fields(cls) if f.type in (float, list[float])]
+    assert numbers
+    recipe = tmp_path / "recipe.yaml"
+    for field in numbers:
+        name, is_list = field.name, field.type is not float
+        for text in ("inf", "-inf", "nan", "1e400"):
+            items = ["1", text] if is_list else [text]
+            with pytest.raises(UserError, match=f"--{name} is .*must be ") as caught:
+                parse(cls, [*needed, f"--{name}", *items])
+            tiny.check_sentence(caught.value)
+        for text in ("inf", ".inf", "-.Inf", ".nan", "'nan'"):
+            recipe.write_text(f"{name}: [1, {text}]" if is_list else f"{name}: {text}")
+            with pytest.raises(UserError, match=f"--{name}[: ]"):
+                parse(cls, ["--config", str(recipe), *needed])
+        config = parse(cls, needed)
+        with pytest.raises(UserError, match=f"--{name} is (inf|nan); it must be "):
+            dataclasses.replace(config, **{name: [math.nan] if is_list else math.inf})
 
 
 def test_is_due():

@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,15 @@ def test_settings_have_the_types_and_defaults_of_the_signature(tmp_path: Path):
     for wrong in ("power=0.5", "symmetric=maybe", "bound"):
         with pytest.raises(UserError, match=f"{wrong.partition('=')[0]}=.*must be "):
             config_of(policy_objective=[mine], objective_args=[wrong])
+
+
+def test_a_setting_is_finite_unless_its_default_is_not():
+    """An infinite `delta` is no bound: the default, and what a saved config has."""
+    assert config_of(objective_args=["delta=inf"]).objective.settings["delta"] == inf
+    weights = ["clip", "sampler_weights"]
+    for text in ("delta=nan", "delta=-inf", "cap=inf", "cap=NaN", "floor=1e999"):
+        with pytest.raises(UserError, match=f"has {text}; it must be a finite number"):
+            config_of(policy_objective=weights, objective_args=[text])
 
 
 def test_flags_reach_the_objectives_whose_signature_has_them():
