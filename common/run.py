@@ -158,14 +158,17 @@ class Run:
         So an evaluation or a user's function that fails cannot take the trained model with it. A
         run that is killed here does all of it again. `shift` measures the `reward_shift`. A
         UserError if the model could not be written (a checkpoint of the last step is kept), a
-        RuntimeError if it is written, and a hook failed.
+        RuntimeError if its weights are not finite, or if it is written and a hook failed.
         """
         from common.checkpoint import export
+        from common.model import optim
         from common.record.run_folder import mark_finished
         from common.report import plots
 
         last = self.total_steps
         self.checkpointer.stop_if_asked(last, at_once=True)
+        fsdp.reshard(self.module)
+        optim.check_weights(self.module, last)
         reward_shift = shift()
         with self.saved_on_user_error(last):
             export.save_pretrained(

@@ -29,7 +29,7 @@ from common.checkpoint import hf_folder, layout, resume, sharded_state
 from common.checkpoint.sharded_state import State, cause, restore_state
 from common.config.stages import TrainConfig
 from common.errors import UserError
-from common.model import fsdp
+from common.model import fsdp, optim
 from common.record import output_lock
 from common.record.jsonl import keep_lines, num_lines
 from common.record.metrics import Accumulator
@@ -103,6 +103,7 @@ class Checkpointer:
     def _save(self, step: int) -> None:
         self.wait()
         fsdp.reshard(self.model)
+        optim.check_weights(self.model, step)
         state = sharded_state.trained_state(self.model, self.optimizer)
         if self.reference is not None:
             fsdp.reshard(self.reference)

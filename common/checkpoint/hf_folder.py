@@ -62,13 +62,15 @@ def write_folders(
     """Write a model with its adapter merged, and the adapter as the folder `adapter` next to it.
 
     Of `lm` only the structure is read. `state` has the whole weights; base weights are moved out,
-    so that none is held twice.
+    so that none is held twice. A UserError for weights that are not finite.
     """
     if lora.adapted_layers(lm):
         with layout.replacing(folder.with_name("adapter")) as partial:
             lora.save_adapter(lm, state, partial)
             write_settings(settings, partial, without=OF_MODEL)
         state = lora.merged_state(lm, state)
+    if bad := [name for name, weight in state.items() if not weight.isfinite().all()]:
+        raise UserError(f"a weight is not finite: {bad[0]}.")
     with layout.replacing(folder) as partial:
         # safetensors builds each file in memory
         lm.save_pretrained(partial, state_dict=state, max_shard_size="5GB")

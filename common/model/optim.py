@@ -94,3 +94,21 @@ def clip_and_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {"grad_norm": norm, "learning_rate": lr}
+
+
+def check_weights(module: nn.Module, step: int) -> None:
+    """Raise a NonFiniteError if a trained weight is not finite after so many steps. Collective.
+
+    Loss and gradient are checked before an update, which may still overflow. It waits for the
+    device.
+    """
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    shards = [p.to_local() if isinstance(p, DTensor) else p for _, p in trained]
+    is_bad = torch.stack([~shard.detach().isfinite().all() for shard in shards])  # (parameters,)
+    bad = distributed.all_reduce_sum(is_bad.float()).tolist()
+    names = [name for (name, _), number in zip(trained, bad, strict=True) if number]
+    if names:
+        raise NonFiniteError(
+            f"after step {step} there are weights that are not finite, the first in {names[0]}: "
+            "they are not saved (lower --learning_rate, or raise --adam_epsilon)."
+        )

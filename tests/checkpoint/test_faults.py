@@ -90,6 +90,31 @@ def test_an_exploding_run_stops_before_the_update(inputs: Path, tmp_path: Path) 
         train("sft", inputs, tmp_path / "run", learning_rate=1e30, max_grad_norm=0.0)
 
 
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+@pytest.mark.parametrize("save_steps", [0, 1])
+@pytest.mark.parametrize(
+    "fields",
+    [{"learning_rate": 1e39}, {"adam_epsilon": 1e-50}],  # the second is 0 in float32, of 0 / 0
+    ids=str,
+)
+def test_weights_that_the_last_update_spoils_are_not_exported(
+    fields: dict[str, Any], save_steps: int, stage: str, inputs: Path, tmp_path: Path
+) -> None:
+    """Nor saved: the gradient was finite, and no later loss shows it."""
+    fields = fields | {"max_steps": 1, "save_steps": save_steps, "max_prompt_length": 40}
+    with pytest.raises(RuntimeError, match="after step 1 .* not finite, the first in lm.trans"):
+        train(stage, inputs, tmp_path / "run", **fields)
+    assert not (tmp_path / "run" / "model").exists()
+    assert not layout.newest_first(tmp_path / "run")
+
+
+def test_adapters_whose_product_overflows_are_not_exported(inputs: Path, tmp_path: Path) -> None:
+    fields = {"max_steps": 1, "learning_rate": 3e37, "lora_r": 2, "lora_alpha": 1024, "max_prompt_length": 40}
+    with pytest.raises(UserError, match="could not be written .a weight is not finite: trans"):
+        train("sft", inputs, tmp_path / "run", **fields)
+    assert not (tmp_path / "run" / "model").exists()
+
+
 ONCE = """
 import sys
 from pathlib import Path
