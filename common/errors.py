@@ -6,6 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 MAX_NAMED = 8  # rows in a message
+NO_ROOM = (
+    *("No space left on device", "Disk quota exceeded", "File too large"),  # as the system has it
+    "No usable temporary directory found",  # of `tempfile`, which tries to write into each
+)
 
 
 class UserError(ValueError):
@@ -20,6 +24,18 @@ class UserError(ValueError):
     def add(self, text: str) -> None:
         """Add a text to the end of the sentence."""
         self.args = (f"{self.args[0].removesuffix('.')}{text}.",)
+
+
+def of_full_disk(error: BaseException | None) -> UserError | None:
+    """The UserError for what a disk without room caused, be it several exceptions ago; else None.
+
+    By its words: tokenizers and safetensors raise exceptions that are no OSError.
+    """
+    while error is not None and not isinstance(error, UserError):
+        if any(reason in str(error) for reason in NO_ROOM):
+            return UserError(f"a disk, or the temporary folder (TMPDIR), is full: {gist(error)}.")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
 
 
 class EngineError(UserError):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from common import distributed
 from common.config.stages import CommonConfig, TrainConfig
-from common.errors import FunctionError, UserError
+from common.errors import FunctionError, UserError, of_full_disk
 
 Config = TypeVar("Config", bound=CommonConfig)
 PATIENCE = 5.0  # seconds; torchrun looks at its processes ten times a second
@@ -90,6 +90,7 @@ def fail(error: BaseException) -> NoReturn:
         close_and_exit(1)  # torchrun has asked for it, and names the cause
     if is_lost or distributed.number_in("LOCAL_RANK") > 0:
         time.sleep(PATIENCE)
+    error = of_full_disk(error) or error
     is_refusal = isinstance(error, UserError)
     text = f"error: {error}" if is_refusal else "".join(traceback.format_exception(error)).rstrip()
     print(f"{failures.place(distributed.rank())}{text}", file=sys.stderr, flush=True)

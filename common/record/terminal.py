@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, of_full_disk
 
 NOT_MEASURED = "\N{EN DASH}"
 LINE_BREAK = re.compile(r"\r\n|[\n\v\f\r\x85\u2028\u2029]")
@@ -134,10 +134,13 @@ def keep_printing() -> None:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command without a process group; a `UserError` ends it with status 2."""
+    """Run a command without a process group; a `UserError`, or a full disk, ends it with status 2."""
     keep_printing()
     try:
         main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except Exception as error:
+        refusal = error if isinstance(error, UserError) else of_full_disk(error)
+        if refusal is None:
+            raise
+        print(f"error: {refusal}", file=sys.stderr)
         sys.exit(2)

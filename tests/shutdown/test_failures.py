@@ -5,9 +5,12 @@ unequal rows, or with none at all, make the steps that one process makes. About
 `common.shutdown` and `common.launch`.
 """
 
+import errno
+import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -26,8 +29,9 @@ from ranks import ROOT, SHORT_RUN, Script, environment, launch, run_stages
 
 import common.launch
 from common import distributed
-from common.errors import UserError
+from common.errors import UserError, of_full_disk
 from common.launch import PATIENCE
+from common.record import terminal
 from common.record.jsonl import read_jsonl
 from common.shutdown import failures, processes, signals
 
@@ -82,6 +86,8 @@ def hangs(completions, trainer_state, **columns):
         time.sleep(3600)
     return lengths(completions)
 """
+NO_ROOM = "No space left on device (os error 28)"
+FULL = f"error: a disk, or the temporary folder (TMPDIR), is full: {NO_ROOM}."
 CLOSED = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
 
 
@@ -276,6 +282,7 @@ def test_ranks_without_rows_make_the_steps_of_one_process(folder: Path) -> None:
         (dist.DistNetworkError("gone"), 0, "SIGTERM", (0.0, "", 1)),
         (ConnectionResetError("of a judge"), 0, "", (0.0, "ConnectionResetError: of a judge", 1)),
         (SystemExit(0), 0, "", (0.0, "SystemExit: 0", 1)),
+        (Exception(NO_ROOM), 0, "", (0.0, FULL, 2)),
         (KeyboardInterrupt(), 0, "", (0.0, "", 130)),
     ],
     ids=repr,
@@ -310,6 +317,55 @@ def test_who_speaks_at_once_and_who_waits_for_the_cause(
     assert file.exists() == bool(text)
     if text:
         assert json.loads(file.read_text())["message"]["message"] == text.rstrip()
+
+
+def of_a_small_file(folder: Path) -> BaseException:
+    """What tokenizers raises where a file would be too large."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        tiny.tokenizer().save_pretrained(folder)
+    except BaseException as error:
+        return error
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    raise AssertionError("it was written")
+
+
+def chained(*errors: BaseException) -> BaseException:
+    """The last error, caused by the one before it, and so on."""
+    for cause, error in itertools.pairwise(errors):
+        error.__cause__ = cause
+    return errors[-1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        of_a_small_file,
+        lambda _: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x"),
+        lambda _: OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        lambda _: chained(Exception(NO_ROOM), ValueError("no data set was generated")),
+        lambda _: FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
+    ],
+)
+def test_a_disk_without_room_ends_a_command_in_a_sentence(make: Any, tmp_path: Path, capsys: Any):
+    """A stage does the same in `launch.fail`; any other error keeps its traceback."""
+    error = make(tmp_path)
+
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        terminal.run_command(fails)
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err.strip()
+    assert printed.startswith("error: a disk, or the temporary folder (TMPDIR), is full: ")
+    tiny.check_sentence(printed)
+    handled = ValueError("another fault")
+    handled.__context__, handled.__suppress_context__ = error, True
+    assert of_full_disk(handled) is None
+    assert of_full_disk(OSError(errno.EACCES, os.strerror(errno.EACCES))) is None
 
 
 def test_a_peer_lost_below_another_exception_is_seen() -> None:
