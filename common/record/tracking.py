@@ -1,7 +1,6 @@
 """Logging of metrics and samples to wandb, whose errors do not stop a run."""
 
 import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -9,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from common.config.stages import TrainConfig
+from common.distributed import environment
 from common.errors import gist
 
 
 class Tracker:
     """A wandb run if `report_to` names it. After an error it is dropped, with a warning.
 
-    Mode, entity and project are wandb's own settings (`WANDB_MODE=offline`, ...). A resumed run
-    continues the wandb run whose id is in `output_dir/wandb/run_id`.
+    Mode, entity and project are wandb's own settings (`WANDB_MODE=offline`, ...), as is what else the
+    environment sets. A resumed run continues the wandb run whose id is in `output_dir/wandb/run_id`,
+    unless `WANDB_RUN_ID` names another.
     """
 
     def __init__(self, config: TrainConfig, start_step: int) -> None:
@@ -61,23 +62,34 @@ class Tracker:
 
 
 def start_wandb(config: TrainConfig, start_step: int) -> Any:
-    """A wandb run, or the one that a resumed run began."""
+    """A wandb run, or the one that a resumed run began.
+
+    What the environment sets is left to wandb, the id too: jobs and sweeps' agents give it.
+    """
     import wandb
 
     output_dir = Path(config.output_dir)
     id_file = output_dir / "wandb" / "run_id"
-    resumed = start_step > 0 and id_file.exists()
-    run_id = (id_file.read_text().strip() if resumed else "") or uuid.uuid4().hex[:8]
+    before = id_file.read_text().strip() if start_step > 0 and id_file.exists() else None
+    choices = {
+        "dir": ("WANDB_DIR", str(output_dir)),
+        "name": ("WANDB_NAME", output_dir.name),
+        "id": ("WANDB_RUN_ID", before),
+        "resume": ("WANDB_RESUME", "allow" if before else None),
+        "settings": ("WANDB_INIT_TIMEOUT", wandb.Settings(init_timeout=60)),
+    }
+    values = {
+        name: value for name, (variable, value) in choices.items() if not environment(variable)
+    }
+    if config.run_name:
+        values["name"] = config.run_name
+    run = wandb.init(config=asdict(config), **values)
+    if before not in (None, run.id):
+        print(
+            f"wandb: the run goes on as {run.id}, by the environment; it was {before}", flush=True
+        )
     id_file.parent.mkdir(parents=True, exist_ok=True)
-    id_file.write_text(run_id)
-    run = wandb.init(
-        dir=str(output_dir),
-        name=config.run_name or output_dir.name,
-        config=asdict(config),
-        id=run_id,
-        resume="allow" if resumed else None,
-        settings=wandb.Settings(init_timeout=60),
-    )
+    id_file.write_text(str(run.id))
     # A separate axis: wandb's counter refuses steps that a resumed run logs again.
     run.define_metric("*", step_metric="step")
     return run

@@ -109,7 +109,13 @@ def test_weights_that_the_last_update_spoils_are_not_exported(
 
 
 def test_adapters_whose_product_overflows_are_not_exported(inputs: Path, tmp_path: Path) -> None:
-    fields = {"max_steps": 1, "learning_rate": 3e37, "lora_r": 2, "lora_alpha": 1024, "max_prompt_length": 40}
+    fields = {
+        "max_steps": 1,
+        "learning_rate": 3e37,
+        "lora_r": 2,
+        "lora_alpha": 1024,
+        "max_prompt_length": 40,
+    }
     with pytest.raises(UserError, match="could not be written .a weight is not finite: trans"):
         train("sft", inputs, tmp_path / "run", **fields)
     assert not (tmp_path / "run" / "model").exists()

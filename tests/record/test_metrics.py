@@ -440,6 +440,45 @@ def test_wandb_offline_records_a_run_and_resumes_it(tmp_path, monkeypatch):
     assert (tmp_path / "wandb" / "run_id").read_text() != first
 
 
+WANDB = {  # of the environment, and the argument of `wandb.init` that would overrule it
+    "WANDB_RUN_ID": "id",
+    "WANDB_RESUME": "resume",
+    "WANDB_NAME": "name",
+    "WANDB_DIR": "dir",
+    "WANDB_INIT_TIMEOUT": "settings",
+}
+
+
+@pytest.mark.parametrize("start_step", [0, 10])
+@pytest.mark.parametrize("variable", [*WANDB, "WANDB_PROJECT", "WANDB_SWEEP_ID"])
+def test_what_the_environment_sets_of_wandb_is_not_overruled(
+    variable: str, start_step: int, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """`output_dir/wandb/run_id` has the id that the run has, whoever gave it."""
+    for name in WANDB:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "mine")
+    wandb = mock.MagicMock()
+    wandb.init.return_value.id = "of-wandb"
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    id_file = tmp_path / "wandb" / "run_id"
+    id_file.parent.mkdir()
+    id_file.write_text("earlier")
+    logger(tmp_path, start_step, report_to="wandb").close()
+    passed = wandb.init.call_args.kwargs
+    defaults = {"id": None, "resume": None, "name": tmp_path.name, "dir": str(tmp_path)}
+    if start_step:
+        defaults |= {"id": "earlier", "resume": "allow"}
+    for name, value in defaults.items():
+        assert passed.get(name) == (None if WANDB.get(variable) == name else value), name
+    assert ("settings" in passed) == (variable != "WANDB_INIT_TIMEOUT")
+    assert not {"project", "entity", "mode"} & {*passed}
+    assert id_file.read_text() == "of-wandb"
+    assert ("goes on as of-wandb" in capsys.readouterr().out) == bool(start_step)
+    logger(tmp_path, report_to="wandb", run_name="by-flag").close()
+    assert wandb.init.call_args.kwargs["name"] == "by-flag"
+
+
 def wandb_without(broken: str, message: str) -> Any:
     """As the module, of which a function raises an error with the message."""
     wandb = mock.MagicMock()
