@@ -209,13 +209,14 @@ class Checkpointer:
 
     # ---- loading ---------------------------------------------------------------------------------
 
-    def load(self, folder: Path | None) -> int:
+    def load(self, folder: Path | None, total_steps: int = 0) -> int:
         """Load a checkpoint in place; returns its finished steps, 0 for None. Collective.
 
         The number of ranks may have changed. Learning rate, betas and weight decay stay those of
         this run's config. In `output_dir`, later and unfinished checkpoints are removed, and the
         records are cut to the lines that the checkpoint counted, to none without one of that
-        folder. A UserError as `restore_state`, or if another run is writing to `output_dir`.
+        folder. Of a run that ended at its step and now goes on, to `total_steps`, the last evaluation
+        and samples stay too. A UserError as `restore_state`, or if another run is writing to `output_dir`.
         """
         manifest: State = {"step": 0, "lines": {}}
         if folder is not None:
@@ -233,8 +234,12 @@ class Checkpointer:
             if removed := layout.remove_after(self.output_dir, manifest["step"]):
                 names = ", ".join(path.name for path in removed)
                 print(f"removed checkpoints of {self.output_dir}: {names}", flush=True)
+            step = manifest["step"]
+            lines = manifest["lines"] if step else {}  # what is before the first step comes again
             for name in layout.RECORDS:
-                keep_lines(self.output_dir / name, manifest["lines"].get(name, 0))
+                goes_on = name in lines and step < total_steps  # else the end is measured again
+                last_step = step if goes_on else -1
+                keep_lines(self.output_dir / name, lines.get(name, 0), last_step)
         distributed.barrier()
         return int(manifest["step"])
 

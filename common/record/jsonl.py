@@ -36,13 +36,21 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def keep_lines(path: Path, number: int) -> None:
-    """Cut a file to its first `number` lines; a shorter one stays as it is."""
+def keep_lines(path: Path, number: int, last_step: int = -1) -> None:
+    """Cut a file to its first `number` lines, and those behind them up to that step.
+
+    A shorter file stays as it is.
+    """
     if path.exists():
         with path.open("rb+") as file:
             for _ in range(number):
                 file.readline()
-            file.truncate()
+            end = file.tell()
+            for line in file:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
+                    break
+                end += len(line)
+            file.truncate(end)
 
 
 @contextmanager

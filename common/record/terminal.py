@@ -134,7 +134,7 @@ def keep_printing() -> None:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command without a process group; a `UserError`, or a full disk, ends it with status 2."""
+    """Run a command without a process group; a UserError or a full disk ends it with status 2."""
     keep_printing()
     try:
         main()

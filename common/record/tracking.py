@@ -15,9 +15,9 @@ from common.errors import gist
 class Tracker:
     """A wandb run if `report_to` names it. After an error it is dropped, with a warning.
 
-    Mode, entity and project are wandb's own settings (`WANDB_MODE=offline`, ...), as is what else the
-    environment sets. A resumed run continues the wandb run whose id is in `output_dir/wandb/run_id`,
-    unless `WANDB_RUN_ID` names another.
+    Mode, entity and project are wandb's own settings (`WANDB_MODE=offline`, ...), as is what else
+    the environment sets. A resumed run continues the wandb run whose id is in
+    `output_dir/wandb/run_id`, unless `WANDB_RUN_ID` names another.
     """
 
     def __init__(self, config: TrainConfig, start_step: int) -> None:

@@ -5,7 +5,9 @@ behind the last step leaves the model. About `common.checkpoint` and `common.run
 """
 
 import importlib
+import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +25,7 @@ from common.errors import UserError
 from common.model import optim
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
+from common.shutdown import signals
 from experiments.runs.stages import config_class
 
 pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")
@@ -201,6 +204,50 @@ def test_what_fails_behind_the_export_leaves_the_model(stage, inputs, tmp_path, 
     assert (run / "model" / "model.safetensors").read_bytes() == exported
     assert {row["step"] for row in read_jsonl(run / "samples.jsonl")} == {4}
     assert [r["step"] for r in read_jsonl(run / "metrics.jsonl") if "grad_norm" in r] == [4]
+
+
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(stage, inputs, tmp_path):
+    """And its samples; from an older checkpoint it makes all later lines again, each once."""
+    run, by_name = tmp_path / "run", "eval_loss" if stage == "sft" else "eval_reward"
+    more: dict[str, Any] = {"dataset_test_split": "train", "save_steps": 2, "eval_steps": 2}
+    more |= {"logging_steps": 1, "sample_steps": 2, "num_sample_prompts": 1, "keep_last": 0}
+    more |= ROLLOUTS if stage == "grpo" else {}
+    start = [0] if stage == "grpo" else []
+
+    def steps(**flags: Any) -> list[list[int]]:
+        train(stage, inputs, run, **(more | flags))
+        lines = read_jsonl(run / "metrics.jsonl")
+        by_kind = [[line["step"] for line in lines if name in line] for name in ("loss", by_name)]
+        samples = (run / "samples.jsonl").read_text().splitlines()
+        assert len({*samples}) == len(samples)
+        return [*by_kind, sorted({json.loads(line)["step"] for line in samples})]
+
+    assert steps(max_steps=3) == [[1, 2, 3], [*start, 2, 3], [2, 3]]
+    longer = {"max_steps": 5, "resume_from_checkpoint": "latest"}
+    expected = [[1, 2, 3, 4, 5], [*start, 2, 3, 4, 5], [2, 3, 4, 5]]
+    assert steps(**longer) == expected
+    lines, torn = (run / "metrics.jsonl").read_text(), '{"step": 5, "lo'
+    (run / "metrics.jsonl").write_text(lines + torn)
+    environment = (run / "environment.json").read_text()  # of one killed in its last evaluation
+    (run / "environment.json").write_text(environment.replace("finished", "begun"))
+    assert steps(**longer) == expected
+    assert steps(**longer | {"resume_from_checkpoint": str(folder_of(run, 3))}) == expected
+    in_one_go = [[1, 2, 3, 4, 5], [*start, 2, 4, 5], [2, 4, 5]]
+    assert steps(**longer | {"resume_from_checkpoint": str(folder_of(run, 2))}) == in_one_go
+
+
+def test_a_run_that_is_stopped_in_its_first_step_evaluates_before_it_once(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ROLLOUTS | {"dataset_test_split": "train", "eval_steps": 2, "num_sample_prompts": 0}
+    monkeypatch.setattr(signals, "_first", (signal.SIGTERM, 0.0))
+    with pytest.raises(signals.Stopped, match="after step 0"):
+        train("grpo", inputs, tmp_path / "run", **more)
+    monkeypatch.undo()
+    train("grpo", inputs, tmp_path / "run", **more)
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "eval_reward" in line] == [0, 2, 4]
 
 
 def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(inputs, tmp_path, monkeypatch):
