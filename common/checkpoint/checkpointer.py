@@ -215,8 +215,9 @@ class Checkpointer:
         The number of ranks may have changed. Learning rate, betas and weight decay stay those of
         this run's config. In `output_dir`, later and unfinished checkpoints are removed, and the
         records are cut to the lines that the checkpoint counted, to none without one of that
-        folder. Of a run that ended at its step and now goes on, to `total_steps`, the last evaluation
-        and samples stay too. A UserError as `restore_state`, or if another run is writing to `output_dir`.
+        folder. Of a run that ended at its step and now goes on, to `total_steps`, the last
+        evaluation and samples stay too. A UserError as `restore_state`, or if another run is
+        writing to `output_dir`.
         """
         manifest: State = {"step": 0, "lines": {}}
         if folder is not None:

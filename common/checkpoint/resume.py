@@ -20,7 +20,12 @@ from common.record.run_folder import (
 from common.shutdown import signals
 
 OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_target_modules", "model_name_or_path")
-RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+# Of a job, how often it was started again; and the job's id. Jobs inherit the count of the one from
+# within which they are submitted
+RESTARTS = {
+    "TORCHELASTIC_RESTART_COUNT": "TORCHELASTIC_RUN_ID",
+    "SLURM_RESTART_COUNT": "SLURM_JOB_ID",
+}
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
@@ -42,7 +47,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         output_lock.take(output_dir)  # no other run may remove one from now on
     folders: list[Path] = distributed.from_rank0(layout.newest_first(output_dir))
     if not goes_on:
-        if any(map(distributed.number_in, RESTART_COUNTS)) and has_own(folders, config):
+        if is_restart(output_dir) and has_own(folders, config):
             wanted = "auto"  # the command is repeated, and the run has saved since
         elif wanted in ("", "none"):
             return None
@@ -65,6 +70,16 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
             "--resume_from_checkpoint none to replace it."
         )
     return None
+
+
+def is_restart(output_dir: Path) -> bool:
+    """Whether this job was started again, and was the last to write `output_dir`. Collective."""
+    last = read_config(output_dir, ENVIRONMENT).get("job", {})
+    is_again = any(
+        distributed.number_in(count) and last.get(name) == distributed.environment(name)
+        for count, name in RESTARTS.items()
+    )
+    return bool(distributed.from_rank0(is_again))
 
 
 def refuse_other_stage(config: TrainConfig) -> None:

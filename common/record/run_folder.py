@@ -1,7 +1,7 @@
 """A run's folder: the names of its files, and their writers and readers.
 
 config.yaml         resolved values of all flags, usable as a recipe
-environment.json    what ran them: versions, processor, GPUs, commit, number of processes, start
+environment.json    what ran them: versions, processor, GPUs, commit, processes, start, job
 metrics.jsonl       a line for each logged step
 samples.jsonl       a line for each completion in a table
 """
@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from common import distributed
 from common.config.flags import values_of
 from common.errors import UserError
 from common.record.jsonl import read_jsonl, write_atomically
@@ -34,6 +35,7 @@ REWARD = "implicit_reward"  # in environment.json: that of DPO's loss, by which 
 # Flags of every training run in all versions; no other trainer writes the first two
 MARKS_OF_TRAINING = {"max_dropped_fraction", "prompt_truncation", "learning_rate"}
 REFERENCE_LOGPS = "ref_logps.pt"  # of DPO's pairs
+JOB_IDS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")  # a job keeps its own when it starts again
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 
 
@@ -66,6 +68,7 @@ def save_run_files(
         "stage": type(config).__name__,
         "inputs": inputs_of(config),
         **({REWARD: asdict(reward)} if reward else {}),
+        **({"job": ids} if (ids := job_ids()) else {}),
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
     texts = {
@@ -75,6 +78,11 @@ def save_run_files(
     for file, text in texts.items():
         write_atomically(file, [text])
     return texts
+
+
+def job_ids() -> dict[str, str]:
+    """The ids of the job that this process belongs to, by the variable that has it."""
+    return {name: value for name in JOB_IDS if (value := distributed.environment(name))}
 
 
 def inputs_of(config: Any) -> dict[str, str]:

@@ -245,7 +245,7 @@ def test_a_checkpoint_of_elsewhere_is_not_mixed_with_others(saved: Path, tmp_pat
         find(tmp_path / "used", str(first))
 
 
-@pytest.mark.parametrize("variable", resume.RESTART_COUNTS)
+@pytest.mark.parametrize("variable", resume.RESTARTS)
 def test_a_restart_goes_on_with_its_own_run_whatever_the_flag_says(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
@@ -259,6 +259,28 @@ def test_a_restart_goes_on_with_its_own_run_whatever_the_flag_says(
     first = layout.folder_of(tmp_path / "elsewhere", 1)
     with pytest.raises(UserError, match="has checkpoints of its own"):
         find(saved, str(first), seed=5)
+
+
+@pytest.mark.parametrize("count", resume.RESTARTS)
+@pytest.mark.parametrize("writer", ["this job", "another job", None])
+def test_a_restart_counts_only_where_this_job_wrote_last(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, count: str, writer: str | None
+) -> None:
+    """A job that is submitted from within a requeued one inherits its count, not its id."""
+    for variable in (*resume.RESTARTS, *resume.RESTARTS.values()):
+        monkeypatch.delenv(variable, raising=False)
+    job_id = resume.RESTARTS[count]
+    if writer:
+        monkeypatch.setenv(job_id, writer)
+    save_run_files(saved, tiny.train_config(output_dir=str(saved)), 1)
+    monkeypatch.setenv(job_id, "this job")
+    monkeypatch.setenv(count, "2")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")  # is inherited as well
+    newest, _, oldest = layout.newest_first(saved)
+    is_again = writer == "this job"
+    assert find(saved, "none") == (newest if is_again else None)
+    assert find(saved, str(oldest)) == (newest if is_again else oldest)
+    assert find(saved) == newest
 
 
 def test_a_model_of_another_stage_is_not_replaced(saved: Path) -> None:
