@@ -151,7 +151,8 @@ class Run:
             if hook and is_due(done, interval):
                 with self.saved_on_user_error(done):
                     hook(done)
-        if config.save_steps and (is_last or is_due(done, config.save_steps)):
+        is_wanted = self.checkpointer.is_save_due() and not is_last  # then it is exported
+        if is_wanted or (config.save_steps and (is_last or is_due(done, config.save_steps))):
             self.checkpointer.save(done)
 
     def finish(self, hooks: Sequence[Hook], shift: Callable[[], float] = lambda: 0.0) -> None:

@@ -10,6 +10,7 @@ functions of the step, so nothing else is needed. `common/checkpoint/layout.py` 
 import json
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -35,6 +36,34 @@ from common.record.jsonl import keep_lines, num_lines
 from common.record.metrics import Accumulator
 from common.record.run_folder import MANIFEST, REWARD
 from common.shutdown import signals
+
+
+class SaveClock:
+    """When a run was saved last, and how long its steps take: when to save again."""
+
+    def __init__(self, interval: float) -> None:
+        """Take the seconds between two saves, 0 for none."""
+        self.interval = interval
+        self._saved = self._began = -1.0  # the last save, and the current step; -1: no step yet
+        self._cycle = 0.0  # seconds from the beginning of a step to that of the next
+
+    def begin_step(self) -> None:
+        """Note that a step begins; with the first one, training does."""
+        now = time.monotonic()
+        if self._began < 0:
+            self._saved = now
+        else:
+            self._cycle = now - self._began
+        self._began = now
+
+    def note_save(self) -> None:
+        """Note a save."""
+        self._saved = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether to save at the end of this step: at that of the next one it would be late."""
+        cycle = max(self._cycle, time.monotonic() - self._began)
+        return 0 < self.interval < self._began + 2 * cycle - self._saved
 
 
 class Checkpointer:
@@ -72,6 +101,7 @@ class Checkpointer:
         self._sums: dict[str, torch.Tensor] = {}  # of the metrics when it began
         self._saved_step = -1
         self._vote = signals.StopVote()
+        self._clock = SaveClock(60 * config.save_minutes)
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -99,6 +129,7 @@ class Checkpointer:
         """Remember the metrics' sums when a step begins."""
         if step != self._step:
             self._step, self._sums = step, self.metrics.snapshot()
+            self._clock.begin_step()
 
     def _save(self, step: int) -> None:
         self.wait()
@@ -126,6 +157,7 @@ class Checkpointer:
         if self.config.async_save:
             state = BlockingAsyncStager().stage(state)
         self._saved_step = step
+        self._clock.note_save()
         folder = layout.folder_of(self.output_dir, step)
         self._writing = self._thread.submit(self._write, state, contents, folder)
         if not self.config.async_save:
@@ -267,12 +299,21 @@ class Checkpointer:
         if self._writing is not None and self._writing.done():
             self.wait()
         self._begin(step)
-        if not (number := self._vote.agreed_signal(at_once=at_once)):
+        wants_save = distributed.is_rank0() and self._clock.is_due()
+        if not (number := self._vote.agreed_signal(wants_save=wants_save, at_once=at_once)):
             return
         self.optimizer.zero_grad(set_to_none=True)
         advice, name = self.save_before(step), signal.Signals(number).name
         self.close()
         raise signals.Stopped(f"stopped after step {step} by {name}; {advice}.", number)
+
+    def is_save_due(self) -> bool:
+        """At the end of a step: whether to save by `save_minutes`, on rank 0's clock. Collective.
+
+        Several ranks go by what rank 0 knew before the step's last forward pass.
+        """
+        is_alone = distributed.world_size() == 1
+        return self._clock.is_due() if is_alone else self._vote.agreed_save()
 
     def resume_advice(self, step: int) -> str:
         """The command that resumes from the checkpoint of `step`, "" without that checkpoint."""

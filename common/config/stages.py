@@ -160,7 +160,10 @@ class TrainConfig(RowsConfig):
     logging_steps: int = free_flag(10, "steps between lines of metrics.jsonl", gt=0)
     eval_steps: int = free_flag(0, "steps between evaluations (0: at the end only)")
     num_sample_prompts: int = free_flag(3, "prompts in the printed table of samples (0: no table)")
-    save_steps: int = free_flag(0, "steps between checkpoints (0: none)")
+    save_minutes: float = free_flag(
+        30.0, "minutes of training between checkpoints, in all that a kill costs (0: none)", ge=0
+    )
+    save_steps: int = free_flag(0, "steps between checkpoints, and one at the end (0: none)")
     resume_from_checkpoint: str = free_flag(
         "auto",
         "auto: the newest whole checkpoint in output_dir, if it is of a run like this one; latest: "

@@ -61,29 +61,37 @@ def received() -> str:
 
 
 class StopVote:
-    """Agreement of the ranks to stop. Every rank calls it equally often."""
+    """Agreement of the ranks to stop, or to save. Every rank calls it equally often."""
 
     def __init__(self) -> None:
         """Start without a vote."""
-        self._pending: tuple[Any, torch.Tensor] | None = None  # an all-reduce, and its sum
+        self._pending: tuple[Any, torch.Tensor] | None = None  # an all-reduce, and its maxima (2,)
 
-    def agreed_signal(self, *, at_once: bool = False) -> int:
+    def agreed_signal(self, *, wants_save: bool = False, at_once: bool = False) -> int:
         """The signal that any rank had received at the last call, 0 for none. Collective.
 
         Of several ones the highest number. No rank waits for another. `at_once`: wait for all ranks
-        and count this call instead, before something long.
+        and count this call instead, before something long. `wants_save` counts for `agreed_save`.
         """
         mine = _first[0] if _first else 0
         if distributed.world_size() == 1:
             return mine
-        number = torch.tensor(mine)
-        work = dist.all_reduce(number, dist.ReduceOp.MAX, async_op=True)
-        votes = [self._pending, (work, number)]
-        self._pending = votes[1]
-        ended = [vote for vote in votes[: 1 + at_once] if vote is not None]
+        votes = torch.tensor([mine, wants_save])
+        work = dist.all_reduce(votes, dist.ReduceOp.MAX, async_op=True)
+        calls = [self._pending, (work, votes)]
+        self._pending = calls[1]
+        ended = [call for call in calls[: 1 + at_once] if call is not None]
         for work, _ in ended:  # every collective is waited for
             work.wait()
-        return int(ended[-1][1]) if ended else 0
+        return int(ended[-1][1][0]) if ended else 0
+
+    def agreed_save(self) -> bool:
+        """Whether any rank wanted a save at the last call of `agreed_signal`. Collective.
+
+        The ranks exchanged that before a forward and a backward pass: none waits long for another.
+        """
+        self.end()
+        return self._pending is not None and bool(self._pending[1][1])
 
     def end(self) -> None:
         """Wait for the last vote."""
