@@ -43,14 +43,17 @@ class BatchOrder:
     seed: int = 0  # of the permutations
     rank: int = 0
     world_size: int = 1
+    num_completion_tokens: int = 0  # in all rows together; prompts have none
 
     @classmethod
     def of_training(cls, config: RowsConfig, examples: Sequence[Example]) -> "BatchOrder":
         """Order of this process in training; a UserError for a batch that ranks cannot share."""
         rank, world_size = distributed.rank(), distributed.world_size()
         distributed.refuse_uneven(config.batch_size, world_size)
-        num_tokens = [len(e.prompt_ids) + sum(map(len, e.completions)) for e in examples]
-        return cls(num_tokens, config.batch_size, config.seed, rank, world_size)
+        of_completions = [sum(map(len, e.completions)) for e in examples]
+        num_tokens = [len(e.prompt_ids) + n for e, n in zip(examples, of_completions, strict=True)]
+        total = sum(of_completions)
+        return cls(num_tokens, config.batch_size, config.seed, rank, world_size, total)
 
     def total_steps(self, config: TrainConfig) -> int:
         """Steps of a run: `max_steps`, or those of `num_train_epochs`."""

@@ -271,8 +271,12 @@ def peak_resident_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
 
 
+def process_peak_gb() -> float:
+    """Peak memory of this process so far, in GB, of its GPU if there is one."""
+    has_gpu = torch.cuda.is_available()
+    return torch.cuda.max_memory_allocated() / 1e9 if has_gpu else peak_resident_gb()
+
+
 def peak_memory_gb() -> float:
     """Peak memory of any process so far, in GB, of the GPU if there is one. Collective."""
-    has_gpu = torch.cuda.is_available()
-    peak = torch.cuda.max_memory_allocated() / 1e9 if has_gpu else peak_resident_gb()
-    return float(all_reduce_max(torch.tensor(peak, dtype=torch.float64)))
+    return float(all_reduce_max(torch.tensor(process_peak_gb(), dtype=torch.float64)))

@@ -17,6 +17,8 @@ from common.data import BatchOrder
 from common.errors import MAX_NAMED, UserError, gist
 from common.model import fsdp
 from common.padding import AnyBatch
+from common.record.forecast import Forecast
+from common.record.terminal import about, format_seconds
 from common.text.example import Vocabulary
 
 Batch = TypeVar("Batch", bound=Any)  # a batch, or what holds one as its `batch`
@@ -71,10 +73,33 @@ class Run:
         self.logger = RunLogger(config, self.total_steps, self.step, commit)
 
     def steps(self) -> Iterator[int]:
-        """The remaining steps, counted from 0; each ends with `end_step`."""
-        for step in range(self.step, self.total_steps):
+        """The remaining steps, counted from 0; each ends with `end_step`.
+
+        What a step takes is printed: its work before the first, and time and memory in it.
+        """
+        self.start = self.step
+        if self.start < self.total_steps:
+            self.logger.note(step_work(self.module.lm, self.order, self.config))
+        num_updates = self.config.num_iterations * self.config.num_minibatches
+        self.forecast = Forecast(num_updates)
+        for step in range(self.start, self.total_steps):
             self.step, self.has_updated = step, False
             yield step
+
+    def print_forecast(self, seconds: float | None) -> None:
+        """Print the time of a step and the run, if it is known now, and memory."""
+        from common.model import optim
+
+        if seconds is None:
+            return
+        is_offloaded = self.config.cpu_offload and distributed.device().type == "cuda"
+        memory = distributed.process_peak_gb()
+        memory += 0 if is_offloaded else optim.missing_state_gb(self.optimizer)
+        times = [format_seconds(n * seconds) for n in (1, self.total_steps - self.start)]
+        run = "the rest of the run" if self.start else "the run"
+        each = " a process" if distributed.world_size() > 1 else ""
+        gigabytes = f"{memory:.{2 if memory < 1 else 1 if memory < 10 else 0}f} GB{each}"
+        self.logger.note(f"about {times[0]} a step, {times[1]} for {run}, {gigabytes}")
 
     @contextmanager
     def saved_on_user_error(self, step: int) -> Iterator[None]:
@@ -106,12 +131,16 @@ class Run:
         update of a step, which is then dropped as a whole.
         """
         self.batches = batches
+        self.forecast.begin_update()
         for i, batch in enumerate(batches):
             if not self.has_updated:
                 self.checkpointer.stop_if_asked(self.step)
             is_last = i == len(batches) - 1
             fsdp.reduce_gradients_in_next_backward(self.module, is_last, self.shards_gradients)
             yield batch
+            if not self.forecast.is_made:
+                sizes = [getattr(b, "batch", b).input_ids.numel() for b in batches]
+                self.print_forecast(self.forecast.by_part(sizes, i + 1))
         following = self.step + 1
         if self.make_batches and following < self.total_steps:
             self.made_ahead = {following: self.make_batches(following)}
@@ -143,6 +172,7 @@ class Run:
         done, config = self.step + 1, self.config
         self.metrics.add_values(**values, epoch=done / self.order.steps_per_epoch)
         self.logger.update(done)
+        self.print_forecast(self.forecast.by_whole())
         is_last = done == self.total_steps
         if is_last or is_due(done, config.logging_steps):
             self.logger.log_training(done, self.metrics)
@@ -197,6 +227,29 @@ class Run:
             mark_finished(output_dir)
         curves = output_dir / "plots" / "curves.png"
         distributed.print_rank0(f"model: {self.model_folder}  curves: {curves}")
+
+
+def step_work(lm: Any, order: BatchOrder, config: TrainConfig) -> str:
+    """Rows, tokens and operations of a step, by the mean lengths of the rows, as text.
+
+    Completions that are sampled count at their limit. Reward models are left out.
+    """
+    from common.record import flops
+
+    number = flops.num_completions(config)
+    completion = order.num_completion_tokens / len(order.lengths) / number
+    prompt = sum(order.lengths) / len(order.lengths) - number * completion
+    is_sampled = not order.num_completion_tokens
+    completion = completion or config.max_completion_length
+    tokens = config.batch_size * (prompt + number * completion)
+    text = f"a step has {config.batch_size:,} rows, {'at most' if is_sampled else 'about'} "
+    text += f"{about(tokens, 3)} tokens"
+    if policy := flops.decoder_of(lm, fsdp.blocks(lm)):
+        has_reference = is_sampled and getattr(config, "beta", 0.0) > 0
+        reference = policy if has_reference else None
+        work = flops.step_flops(config, policy, prompt, completion, reference)
+        text += f", {about(sum(work.values()) / 1e12)} TFLOP"
+    return text
 
 
 def non_finite_rows(module: nn.Module, batches: Sequence[Any]) -> str:

@@ -131,6 +131,8 @@ class TrainConfig(RowsConfig):
     sample_steps = 0
     require_stop_token = False
     ref_update_steps = 0
+    num_iterations = 1
+    num_minibatches = 1
 
     _speed: ClassVar = flags.SPEED
     gradient_checkpointing: bool = free_flag(False, "recompute a block's activations in backward")

@@ -57,6 +57,12 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
     return config.min_lr + (config.learning_rate - config.min_lr) * share
 
 
+def missing_state_gb(optimizer: AdamW) -> float:
+    """GB that AdamW's moments will take on this rank, 0 once they are there."""
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in optimizer.trained]
+    return 0.0 if optimizer.state else 2 * sum(shard.nbytes for shard in shards) / 1e9
+
+
 class NonFiniteError(RuntimeError):
     """A loss or gradient is NaN or infinite; nothing has been changed."""
 

@@ -106,6 +106,11 @@ class RunLogger:
         if self._active:
             self._bar.update(step - self._bar.n)
 
+    def note(self, text: str) -> None:
+        """Print a line about the run, of its stage."""
+        if self._active:
+            self._write(f"{self.stage}: {text}")
+
     def samples(
         self, step: int, rows: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]] = ()
     ) -> None:

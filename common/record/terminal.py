@@ -37,6 +37,18 @@ def format_number(value: float) -> str:
     return f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
+def about(value: float, digits: int = 2) -> str:
+    """A number as text, rounded to so many significant digits."""
+    return format_number(float(f"{value:.{digits}g}"))
+
+
+def format_seconds(seconds: float) -> str:
+    """A time as text, in the unit that suits it: 0.35 s, 45 s, 6 min, 3.5 h, 12 days."""
+    units = ((1.0, "s", 90), (60.0, "min", 90), (3600.0, "h", 48), (86400.0, "days", math.inf))
+    size, unit, _ = next(u for u in units if seconds / u[0] < u[2])
+    return f"{about(seconds / size)} {unit}"
+
+
 def format_cell(value: Any) -> str:
     """One line: numbers shortened, line breaks shown, control characters replaced, None a dash."""
     if value is None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.pytorch_utils import Conv1D
 
 from common.config.stages import TrainConfig
 from common.errors import UserError, gist
 from common.model import checks, fsdp, load, lora, shared_prefix
 from common.model.checks import Kind
+from common.record.flops import Decoder, linear_shapes
 
 NUM_TOKENS = 128  # of the counted pass
 Unit = list[nn.Parameter]  # that FSDP gathers together, on the meta device
@@ -31,26 +31,6 @@ def numbers(unit: Unit, ranks: int = 1, *, trained: bool = False) -> int:
     """
     counted = (p for p in unit if p.requires_grad or not trained)
     return sum(-(-len(p) // ranks) * (p.numel() // len(p)) if p.ndim else 1 for p in counted)
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """Sizes of a decoder, from which the cost of a forward pass follows."""
-
-    num_layers: int
-    block_weights: float  # numbers in the matrices of a block, in the mean over the blocks
-    key_value_weights: int  # of these, in what makes keys and values
-    attention_width: int  # heads times the width of one
-    head_weights: int  # numbers in the projection onto the vocabulary, 0 of a reward model
-
-    def flops(self, num_tokens: float, num_pairs: float, num_read: float) -> float:
-        """Linear layers of all tokens, attention of (query, key) pairs, the head of what is read.
-
-        Each weight is multiplied and added once per token; scores and weighted values are 2
-        products of 2 width each per pair and layer.
-        """
-        of_layer = 2.0 * self.block_weights * num_tokens + 4.0 * self.attention_width * num_pairs
-        return self.num_layers * of_layer + 2.0 * self.head_weights * num_read
 
 
 @dataclass(frozen=True)
@@ -158,16 +138,6 @@ def measure(lm: Any, config: TrainConfig) -> Footprint:
         outer_bytes=max(0.0, kept - len(count.before) * block),
         kept_keys_bytes=count.keys_storage / NUM_TOKENS,
     )
-
-
-def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
-    """Inputs and outputs of the linear layers of a block, without the matrices of adapters."""
-    shapes = []
-    for name, layer in block.named_modules():
-        if isinstance(layer, nn.Linear | Conv1D) and ".lora_" not in name:
-            rows, columns = layer.weight.shape
-            shapes.append((rows, columns) if isinstance(layer, Conv1D) else (columns, rows))
-    return shapes
 
 
 @dataclass

@@ -1,11 +1,8 @@
 """What a run does in a step, at the limits of its config: its models, tokens and operations.
 
-R ranks hold S = R / num_replicas shards of a model. A product of (m, k) and (k, n) costs 2 m k n
-operations; norms, softmax, activations, embeddings and the optimiser are left out (under 2 % at the
-sizes of GPT-2).
+R ranks hold S = R / num_replicas shards of a model. `common/record/flops.py` counts operations.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +11,9 @@ from common.config.dpo import DPOConfig
 from common.config.grpo import GRPOConfig
 from common.config.stages import TrainConfig
 from common.model.checks import Kind
+from common.record import flops
 from common.rewards.functions import is_reward_model
-from experiments.plan.footprint import Decoder, Footprint, of_model
+from experiments.plan.footprint import Footprint, of_model
 
 FLOAT32 = 4  # bytes
 MOMENTS_OF_ADAM = 2
@@ -44,9 +42,7 @@ class Run:
     @property
     def num_completions(self) -> int:
         """Of a prompt, that are trained on."""
-        if isinstance(self.config, GRPOConfig):
-            return self.config.num_generations
-        return 1 if self.config.stage == "SFT" else 2
+        return flops.num_completions(self.config)
 
     @property
     def number_bytes(self) -> int:
@@ -145,48 +141,8 @@ def micro_batch(run: Run) -> MicroBatch:
 
 
 def step_flops(run: Run) -> dict[str, float]:
-    """Operations of a step on all ranks, at the limits of lengths.
-
-    The backward pass makes two products for each of the forward's, one of them for the weight: not
-    if it is frozen. With gradient checkpointing it makes the forward's again.
-    """
-    config, policy = run.config, run.policy
-
-    def forward(model: Footprint, num_completions: int) -> float:
-        completions = [config.max_completion_length] * num_completions
-        return config.batch_size * group_flops(model, config.max_prompt_length, completions)
-
-    scored = forward(policy, run.num_completions)
-    num_passes = config.num_iterations if isinstance(config, GRPOConfig) else 1
-    backward = (1 if policy.has_adapters else 2) + config.gradient_checkpointing
-    operations = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
-    if isinstance(config, GRPOConfig):
-        operations["sampling"] = forward(policy, config.num_candidates)
-        if config.num_iterations * config.num_minibatches > 1:
-            operations["old log-probabilities"] = scored
-    if has_reference(config):
-        operations["reference"] = forward(run.reference or policy, run.num_completions)
-    if isinstance(config, GRPOConfig) and run.reward_models:
-        operations["rewards"] = sum(forward(m, config.num_candidates) for m in run.reward_models)
-    return operations
-
-
-def causal_pairs(num_queries: float, num_before: float = 0) -> float:
-    """(query, key) pairs of a run of tokens.
-
-    Each sees itself, those before it in the run, and `num_before` tokens before the run.
-    """
-    return num_queries * num_before + num_queries * (num_queries + 1) / 2
-
-
-def group_flops(decoder: Decoder, prompt: float, completions: Sequence[float]) -> float:
-    """One forward pass of a prompt, computed once, and its completions, given their tokens.
-
-    The last block computes of a prompt's tokens but the last their keys and values only.
-    """
-    pairs = causal_pairs(prompt) + sum(causal_pairs(length, prompt) for length in completions)
-    whole = decoder.flops(prompt + sum(completions), pairs, sum(completions))
-    other_weights = decoder.block_weights - decoder.key_value_weights
-    unread = 2.0 * other_weights * (prompt - 1)
-    unread += 4.0 * decoder.attention_width * causal_pairs(prompt - 1)
-    return whole - unread
+    """Operations of a step on all ranks, at the limits of lengths; see `record.flops`."""
+    config = run.config
+    prompt, completion = config.max_prompt_length, config.max_completion_length
+    reference = (run.reference or run.policy) if has_reference(config) else None
+    return flops.step_flops(config, run.policy, prompt, completion, reference, run.reward_models)

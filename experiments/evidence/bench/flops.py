@@ -3,14 +3,13 @@
 The prompt is computed once for all its completions, the vocabulary head on completion tokens only,
 attention looks back only, and of a prompt's tokens but the last the last block computes keys and
 values alone, since nobody reads more. The backward pass costs twice the forward pass. The formulas
-of a forward pass are in `experiments/plan/work.py`.
+of a forward pass are in `common/record/flops.py`.
 """
 
 from collections.abc import Sequence
 
+from common.record.flops import Decoder, group_flops
 from experiments.evidence.bench.rows import BenchRow, Shape
-from experiments.plan import work
-from experiments.plan.footprint import Decoder
 
 FORWARD, TRAIN = 1, 3  # passes: forward alone; forward and backward
 
@@ -43,7 +42,7 @@ def step_flops(
     model = decoder(shape, has_head=row.stage != "reward")
     completions = zip(*columns, strict=True)  # by row of text
     groups = zip(lengths["prompt"], completions, strict=True)
-    return passes * sum(work.group_flops(model, prompt, group) for prompt, group in groups)
+    return passes * sum(group_flops(model, prompt, group) for prompt, group in groups)
 
 
 def step_units(row: BenchRow, lengths: dict[str, Sequence[int]]) -> int:

@@ -23,6 +23,7 @@ from assets.recipes.bench import quality
 from common.config.parser import parse
 from common.evaluation.accuracy import Interval, PreferenceAccuracy
 from common.evaluation.results import GenerationSummary, System
+from common.record.flops import group_flops
 from common.text.data_report import describe
 from common.text.reading import load_rows
 from common.text.schemas import Row
@@ -31,7 +32,6 @@ from experiments.evidence.bench import __main__ as bench
 from experiments.evidence.bench import fixture, flops, processes, sides
 from experiments.evidence.bench.fixture import EOS_ID
 from experiments.evidence.bench.rows import ROWS, SHAPES, BenchRow, Shape
-from experiments.plan import work
 from experiments.runs.stages import config_class
 
 MINI = Shape(num_layers=2, width=64, num_heads=2, vocabulary=1024, num_positions=512)
@@ -118,10 +118,10 @@ def test_a_forward_costs_what_is_worked_out_by_hand():
     attention = pairs * (2 * 2 + 2 * 2)
     head = 2 * 2 * 2 * 10
     expected = linear + attention + head
-    assert work.group_flops(flops.decoder(TOY), 3, [2]) == expected == 496
+    assert group_flops(flops.decoder(TOY), 3, [2]) == expected == 496
     # A second completion sees the prompt, not the first one.
     more = 2 * 2 * 48 + (4 + 5) * 8 + head
-    assert work.group_flops(flops.decoder(TOY), 3, [2, 2]) == expected + more
+    assert group_flops(flops.decoder(TOY), 3, [2, 2]) == expected + more
 
 
 def test_linear_layers_cost_what_pytorch_counts():
