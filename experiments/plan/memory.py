@@ -300,7 +300,7 @@ def kept_by_graphs(run: Run) -> Columns:
 
 # ---- saving --------------------------------------------------------------------------------------
 # Of a GPU run that is on its host, of a CPU run in the memory that computes as well. Counted are
-# the checkpoints of `save_steps`; a run that is asked to stop writes one without it, too.
+# the checkpoints of `save_steps`; a long run, or one that is asked to stop, writes one without it.
 
 
 def saved_bytes(run: Run) -> float:
