@@ -53,22 +53,30 @@ class FunctionError(UserError):
 
 
 @contextmanager
-def naming(title: str, where: str, *, is_ours: bool = False) -> Iterator[None]:
+def naming(title: str, where: str = "", *, is_ours: bool = False) -> Iterator[None]:
     """Name a user's function and its place in the UserError inside, or else in a FunctionError.
 
     Of a function that `is_ours` only UserErrors are changed.
     """
+    where = f" ({where})" if where else ""
     try:
         yield
     except UserError as error:
-        error.add(f" ({where})")
+        if not error.is_on_all_ranks:  # it has the place of the rank that raised it first
+            error.add(where)
         raise
     except BaseException as error:
         if is_ours or isinstance(error, KeyboardInterrupt):
             raise
-        failure = FunctionError(f"{title} raised {type(error).__name__}: {gist(error)} ({where}).")
+        failure = FunctionError(f"{title} raised {type(error).__name__}: {gist(error)}{where}.")
         failure.traceback = "".join(traceback.format_exception(error))
         raise failure from error
+
+
+def naming_rows(rows: Iterable[int]) -> str:
+    """Rows for a message, counted from 1: the first few of those that are no filler (below 0)."""
+    numbers = [str(row + 1) for row in dict.fromkeys(rows) if row >= 0] or ["none"]
+    return f"rows {', '.join(numbers[:MAX_NAMED])}{', ...' * (len(numbers) > MAX_NAMED)}"
 
 
 def gist(error: BaseException) -> str:

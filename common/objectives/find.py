@@ -22,11 +22,17 @@ TYPES = (bool, int, float, str)  # of settings
 class Function:
     """A function of an objective with its settings; `kinds.call` calls it."""
 
+    flag: str  # that names it
     name: str
     function: Callable[..., Any]
     inputs: Sequence[str]  # what it takes, by name
     settings: dict[str, Any]
     constants: Mapping[str, Any]  # of its file
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is no user's."""
+        return ".py" not in self.name
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,12 @@ class Objective:
             settings = "settings behind a * with a bool, number or text as default"
             taken = f"takes {', '.join(wrong)}; it may take {choice} and {settings}"
             raise UserError(f"--{cls.flag} {name} {taken}; see docs/objectives.md.")
-        return Function(name, function, inputs, defaults, constants)
+        return Function(cls.flag, name, function, inputs, defaults, constants)
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether no function is a user's."""
+        return all(function.is_built_in for function in self.functions)
 
     @property
     def names(self) -> str:

@@ -9,25 +9,60 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.errors import UserError
+from common.errors import FunctionError, UserError, naming
+from common.objectives import probe
 from common.objectives.find import Function, Objective
 
 
 def call(function: Function, values: Mapping[str, Any]) -> Any:
-    """Call the function of an objective's file with its settings, and the values that it names."""
+    """Call the function of an objective's file with its settings, and the values that it names.
+
+    A FunctionError if a user's raises; a UserError if it changes a tensor in place.
+    """
     inputs = {name: values[name] for name in function.inputs}
-    return function.function(**inputs, **function.settings)
+    versions = {name: getattr(value, "_version", 0) for name, value in inputs.items()}
+    title = f"--{function.flag} {function.name}"
+    with naming(title, is_ours=function.is_built_in):
+        result = function.function(**inputs, **function.settings)
+    for name, value in inputs.items():
+        if getattr(value, "_version", 0) != versions[name]:
+            raise UserError(f"{title} changes {name} in place; change {name}.clone() instead.")
+    return result
+
+
+def described(value: Any) -> str:
+    """The shape of a tensor, the type of anything else."""
+    is_tensor = isinstance(value, Tensor)
+    return f"shape {tuple(value.shape)}" if is_tensor else f"type {type(value).__name__}"
 
 
 @contextmanager
-def checking(objective: Objective) -> Iterator[None]:
-    """Turn a ValueError of a function into a UserError."""
+def checking(objective: Objective, *batches: probe.Batch) -> Iterator[None]:
+    """Turn a ValueError of a function into a UserError; refuse one that changes a batch."""
+    tensors = [tensor for batch in batches for tensor in batch.values()]
+    before = [tensor.clone() for tensor in tensors]
     try:
         yield
-    except UserError:
-        raise
     except ValueError as error:
-        raise objective.refused(f"cannot be computed: {error}") from error
+        cause = error.__cause__ if isinstance(error, FunctionError) else error
+        if isinstance(cause, ValueError) and not isinstance(cause, UserError):
+            raise objective.refused(f"cannot be computed: {cause}") from cause
+        if isinstance(error, FunctionError):
+            error.add(" (in the check at start)")
+        raise
+    if not all(map(torch.equal, tensors, before)):
+        raise objective.refused("changes its inputs in place; change copies, x.clone()")
+
+
+def refuse_no_loss(objective: Objective, *batches: probe.Batch) -> None:
+    """Raise a UserError for losses that are not finite or have no gradient."""
+    for seen in batches:
+        if not seen["loss"].isfinite().all():
+            raise objective.refused("returns a loss that is not finite")
+        if "slope" not in seen:
+            raise objective.refused("returns a loss without a gradient")
+        if not seen["slope"].isfinite().all():
+            raise objective.refused("returns a loss whose gradient is not finite")
 
 
 def warn(objective: Objective, failure: str) -> None:
@@ -59,7 +94,15 @@ class PolicyObjective(Objective):
         tensors, all_metrics = dict(zip(self.inputs, values, strict=False)), dict[str, Tensor]()
         for function in self.functions:
             result = call(function, tensors)
-            tensors["loss"], metrics = result if isinstance(result, tuple) else (result, {})
+            is_pair = isinstance(result, tuple) and len(result) == 2
+            loss, metrics = result if is_pair else (result, {})
+            if not isinstance(metrics, dict):
+                raise self.refused(f"returns metrics of {described(metrics)}, not in a dict")
+            for value in (loss, *metrics.values()):
+                if not isinstance(value, Tensor) or value.shape != mask.shape:
+                    reason = "returns a loss or a metric that has not the shape (B, C) of logps"
+                    raise self.refused(f"{reason}: it has the {described(value)}")
+            tensors["loss"] = loss
             for name, values in metrics.items():
                 if name in all_metrics:  # weights of two functions multiply
                     values = values * all_metrics[name]
@@ -78,30 +121,36 @@ class PolicyObjective(Objective):
         return any(function.constants.get("WEIGHS_SAMPLES") for function in self.functions)
 
     def check(self) -> None:
-        """Call it on a tiny batch; raise a UserError, or warn, if what it returns is no loss."""
+        """Call it on tiny batches; raise a UserError, or warn, if what it returns is no loss."""
         if [f.name for f in self.functions if "loss" not in f.inputs] != [self.functions[0].name]:
             raise self.refused("must be an objective, and behind it functions that take its loss")
-        mask = torch.tensor([[True, True, False], [True, False, False]])
-        logps = torch.full((2, 3), -1.0, requires_grad=True)
-        advantages = torch.tensor([1.0, -1.0])[:, None].expand(2, 3)
-        with checking(self):
-            loss, metrics = self(logps, logps, logps, advantages, mask)
-        if any(getattr(each, "shape", None) != mask.shape for each in (loss, *metrics.values())):
-            raise self.refused("returns a loss or a metric that has not the shape (B, C) of logps")
-        if not loss.isfinite().all():
-            raise self.refused("returns a loss that is not finite")
-        if loss[~mask].any():
+        batch, others = probe.tokens()
+        mask, is_real = batch["mask"], batch["mask"].any(1)  # (B, C), (B,)
+        with checking(self, batch, others):
+            of_row = self.seen(probe.row_of(batch), has_slope=False)
+            seen, among = self.seen(batch), self.seen(others)
+        refuse_no_loss(self, {name: values[is_real] for name, values in seen.items()}, among)
+        if seen["loss"][~mask].nan_to_num().any():
             raise self.refused("returns a loss that is not 0 where the mask is False")
-        if not loss.requires_grad:
-            raise self.refused("returns a loss without a gradient")
-        (slope,) = torch.autograd.grad(loss.sum(), logps)
-        outside = ~mask * torch.tensor([-0.5, 0.3, 0.2, 1.0])[:, None, None]  # (4, 2, 3)
-        pi, old, sampled = logps.detach() + outside[:3]
-        moved, _ = self(pi, old, sampled, advantages + outside[3], mask)
-        if slope[~mask].any() or not torch.equal(moved, loss):
+        if seen["slope"][~mask].nan_to_num().any():
             raise self.refused("depends on tokens where the mask is False")
-        if not (slope[0, :2] < 0).all():
+        if not probe.is_by_row(seen, among, of_row):
+            reason = "makes the loss or a metric of a completion depend on other completions"
+            if not probe.is_same(self.seen(probe.moved_outside(batch))["loss"], seen["loss"]):
+                reason = "depends on tokens where the mask is False"
+            raise self.refused(probe.unless_random(reason, seen, self.seen(batch)))
+        if not (seen["slope"][1] < 0).all():
             warn(self, "does not raise the log-prob of a token with a positive advantage")
+        if not (seen["loss"].isfinite().all() and seen["slope"].isfinite().all()):
+            warn(self, "is not finite for a completion without tokens, which some batches have")
+
+    def seen(self, batch: probe.Batch, *, has_slope: bool = True) -> dict[str, Tensor]:
+        """The loss of a batch's tokens, its slope, and metrics where the mask is True."""
+        logps, mask = batch["logps"], batch["mask"]
+        logps = logps.clone().requires_grad_() if has_slope else logps
+        loss, metrics = self(**{**batch, "logps": logps})
+        seen = {f"metric {name}": each.where(mask, 0) for name, each in metrics.items()}
+        return seen | probe.with_slopes(loss.where(mask, 0.0), logps) | {"loss": loss.detach()}
 
 
 @dataclass(frozen=True)
@@ -133,8 +182,9 @@ class PreferenceLoss(Objective):
                 tensors = [logps / lengths, ref_logps / lengths, lengths]
             columns = [column for tensor in tensors for column in tensor.unbind(-1)]  # (N,) each
             loss = call(function, dict(zip(self.inputs, columns, strict=True)))
-            if getattr(loss, "shape", None) != logps.shape[:-1]:
-                raise self.refused("returns no loss of the shape (N,) of chosen_logps")
+            if not isinstance(loss, Tensor) or loss.shape != logps.shape[:-1]:
+                reason = "returns no loss of the shape (N,) of chosen_logps"
+                raise self.refused(f"{reason}: it has the {described(loss)}")
             losses.append(weight * loss)
         return torch.stack(losses).sum(0)
 
@@ -149,23 +199,27 @@ class PreferenceLoss(Objective):
         return all(function.constants.get("PER_TOKEN") for function in self.functions)
 
     def check(self) -> None:
-        """Call each function on two pairs; raise a UserError, or warn, if it returns no loss."""
-        logps = torch.full((2, 2), -4.0, requires_grad=True)
-        ref_logps, lengths = torch.full((2, 2), -4.0), torch.tensor([[2, 3], [4, 2]])
-        second = torch.tensor([[0], [1]])  # to change the second pair alone
+        """Call each function on pairs; raise a UserError, or warn, if it returns no loss."""
         for function in self.functions:
             one = PreferenceLoss([function])
-            with checking(one):
-                loss = one(logps, ref_logps, lengths)
-            if not loss.isfinite().all():
-                raise one.refused("returns a loss that is not finite")
-            if not loss.requires_grad:
-                raise one.refused("returns a loss without a gradient")
-            (slope,) = torch.autograd.grad(loss.sum(), logps)  # (2, 2)
-            if one(logps - second, ref_logps - 2 * second, lengths + second)[0] != loss[0]:
-                raise one.refused("makes the loss of a pair depend on other pairs")
+            batch, others = probe.pairs()
+            with checking(one, batch, others):
+                of_row = one.seen(probe.row_of(batch), has_slope=False)
+                seen, among = one.seen(batch), one.seen(others)
+            refuse_no_loss(one, seen, among)
+            if not probe.is_by_row(seen, among, of_row):
+                reason = "makes the loss of a pair depend on other pairs"
+                raise one.refused(probe.unless_random(reason, seen, one.seen(batch)))
+            slope = seen["slope"][1:4:2]  # of pairs that the policy does not prefer
             if not (slope[:, 0] < 0).all() or (slope[:, 1] < 0).any():
                 warn(one, "does not raise the chosen log-prob against the rejected one")
+
+    def seen(self, batch: probe.Batch, *, has_slope: bool = True) -> dict[str, Tensor]:
+        """The loss of a batch's pairs, and its slope."""
+        logps = batch["logps"]
+        logps = logps.clone().requires_grad_() if has_slope else logps
+        loss = self(logps, batch["ref_logps"], batch["lengths"])
+        return probe.with_slopes(loss, logps)
 
 
 @dataclass(frozen=True)
@@ -192,9 +246,10 @@ class Advantages(Objective):
             counted = torch.ones(rewards.shape[1], dtype=torch.bool, device=rewards.device)
         values = (rewards[0], rewards, weights, counted, all_reduce or (lambda sums: sums))
         advantages = call(self.functions[0], dict(zip(self.inputs, values, strict=True)))
-        if getattr(advantages, "shape", None) != rewards.shape[1:]:
-            raise self.refused("returns no advantages of the shape (N, G) of rewards")
-        return advantages.float()  # type: ignore[no-any-return]
+        if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape[1:]:
+            reason = "returns no advantages of the shape (N, G) of rewards"
+            raise self.refused(f"{reason}: they have the {described(advantages)}")
+        return advantages.float()
 
     @property
     def takes_each_function(self) -> bool:
@@ -212,22 +267,34 @@ class Advantages(Objective):
         return float(self.functions[0].constants.get("MIN_REWARD", -torch.inf))
 
     def check(self, num_functions: int = 1, num_generations: int = 3) -> None:
-        """Call it on two groups; raise a UserError, or warn, if it returns no advantages."""
+        """Call it on tiny groups; raise a UserError, or warn, if it returns no advantages."""
         if {"rewards", "rewards_by_function"} <= {*self.functions[0].inputs}:
             raise self.refused("takes both rewards, a weighted sum, and rewards_by_function")
-        rising = torch.arange(num_generations) ** 2.0
-        groups = torch.stack([rising, torch.ones_like(rising)])
-        rewards = groups.expand(num_functions if self.takes_each_function else 1, -1, -1)
-        with checking(self):
-            advantages = self(rewards, [1.0] * len(rewards))
-            of_first = self(rewards[:, :1], [1.0] * len(rewards))  # without the second group
-        if not advantages.isfinite().all():
+        number = num_functions if self.takes_each_function else 1
+        batch, others = probe.groups(num_generations, number, self.min_reward)
+        with checking(self, batch, others):
+            of_row = self.seen(probe.row_of(batch))
+            seen, among = self.seen(batch), self.seen(others)
+        advantages = seen["advantages"]
+        if (
+            not advantages.isfinite().all()
+            or not among["advantages"][probe.OBSERVED].isfinite().all()
+        ):
             raise self.refused("returns advantages that are not finite, as of equal rewards")
         is_global = "all_reduce" in self.functions[0].inputs
-        if not is_global and not torch.equal(of_first, advantages[:1]):
-            reason = "depends on other groups, of which each process has its share"
-            raise self.refused(f"{reason}: sum over processes by all_reduce")
-        if advantages[0].argmax() != num_generations - 1:
+        if not is_global and not probe.is_by_row(seen, among, of_row):
+            reason = (
+                "depends on other groups, of which each process has its share: sum over processes"
+            )
+            raise self.refused(
+                probe.unless_random(f"{reason} by all_reduce", seen, self.seen(batch))
+            )
+        if advantages[1].argmax() != num_generations - 1:
             warn(self, "does not give the best completion the highest advantage")
-        if advantages[1].any():
+        if advantages[3].any():
             warn(self, "gives completions of equal rewards other advantages than 0")
+
+    def seen(self, batch: probe.Batch) -> dict[str, Tensor]:
+        """The advantages of a batch's groups."""
+        rewards = batch["rewards"].transpose(0, 1).contiguous()  # (F, N, G)
+        return {"advantages": self(rewards, [1.0] * len(rewards), batch["counted"])}

@@ -28,13 +28,13 @@ from common.config.dpo import DPOConfig
 from common.config.evaluate import EvaluateConfig
 from common.config.grpo import GRPOConfig
 from common.config.parser import parse
-from common.errors import UserError
+from common.errors import FunctionError, UserError
 from common.evaluation import runs
 from common.objectives.implicit_reward import ImplicitReward
 from common.objectives.kinds import Advantages, PolicyObjective, PreferenceLoss
 from common.report import evaluation_report
 from experiments.evidence import optimum
-from tests.variants import REWARD_FILE, stopping_model_job
+from tests.variants import REWARD_FILE, VARIANTS, stopping_model_job
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -83,6 +83,7 @@ TOKENS = "logps, old_logps, advantages, mask"
 
 def write(folder: Path, body: str, signature: str = TOKENS) -> str:
     """A user's file with one function, and its name."""
+    folder.mkdir(exist_ok=True)
     file = folder / "mine.py"
     file.write_text(f"import torch\n\ndef mine({signature}):\n    {body}\n")
     return f"{file}:mine"
@@ -147,6 +148,9 @@ def test_an_objective_with_a_ratio_to_the_sampler_takes_no_weights(tmp_path: Pat
         config_of(policy_objective=[name, "geometric_mask"])  # which is no weight
 
 
+CLIPPED = "torch.where(mask, -(logps - old_logps).exp() * advantages, 0.0)"
+ON_OTHERS = "depend on other completions"
+IN_PLACE = "change advantages.clone() instead"
 BROKEN = {
     "return (-advantages * logps).sum()": "has not the shape",
     "return (-advantages * logps).sum(1)": "has not the shape",
@@ -159,6 +163,24 @@ BROKEN = {
     "return torch.where(mask, -advantages * logps + old_logps.mean(), 0.0)": "depends on tokens",
     "return torch.where(mask, -(advantages - advantages.mean()) * logps, 0.0)": "depends on tokens",
     "raise ValueError('no such bound')": "cannot be computed: no such bound",
+    f"return {CLIPPED}.detach().numpy()": "it has the type ndarray",
+    f"return {CLIPPED}, logps": "returns metrics of shape",
+    f"return {CLIPPED}[:, None]": "it has the shape (1, 1, 3)",
+    f"return {CLIPPED}.long()": "without a gradient",
+    f"return {CLIPPED} + (logps - logps.detach()).abs().sqrt()": "whose gradient is not finite",
+    f"return {CLIPPED} / mask.sum()": ON_OTHERS,
+    f"return {CLIPPED} / len(mask)": ON_OTHERS,
+    f"return {CLIPPED} / mask.shape[1]": ON_OTHERS,
+    f"return {CLIPPED}.cumsum(0) * mask": ON_OTHERS,
+    f"return {CLIPPED} * (1 + (advantages * mask).abs().max())": ON_OTHERS,
+    f"return {CLIPPED} * (1 + (advantages[mask] < 0).sum())": ON_OTHERS,
+    f"return {CLIPPED} * (1 + (logps - old_logps > 0.2)[mask].sum())": ON_OTHERS,
+    f"return {CLIPPED} + mask * (logps - logps.detach()) * logps[mask].mean().detach()": ON_OTHERS,
+    f"return {CLIPPED}, {{'x': advantages[mask].mean().expand_as(mask)}}": ON_OTHERS,
+    f"return {CLIPPED} * torch.rand(())": "other values for the same inputs",
+    f"advantages.clamp_(-9, 9); return {CLIPPED}": IN_PLACE,
+    f"advantages.numpy()[:] = 1; return {CLIPPED}": "changes its inputs in place",
+    f"logps.clamp_(-9); return {CLIPPED}": "changes logps in place",
 }
 
 
@@ -206,6 +228,10 @@ def test_only_the_tensors_that_are_named_are_passed_and_old_ones_have_no_gradien
 
 
 PAIRS = "chosen_logps, rejected_logps"
+REFERENCED = f"{PAIRS}, ref_chosen_logps, ref_rejected_logps, chosen_lengths, rejected_lengths"
+MARGIN = "(chosen_logps - rejected_logps - ref_chosen_logps + ref_rejected_logps)"
+LOSS = f"torch.nn.functional.softplus(-0.1 * {MARGIN})"
+ON_PAIRS = "depend on other pairs"
 BROKEN_PAIRS = {
     "return (rejected_logps - chosen_logps).mean()": "of the shape (N,)",
     "return None": "of the shape (N,)",
@@ -214,15 +240,48 @@ BROKEN_PAIRS = {
     "return (rejected_logps - chosen_logps) - chosen_logps.mean()": "depend on other pairs",
     "raise ValueError('no such margin')": "cannot be computed: no such margin",
 }
+BROKEN_REFERENCED = {
+    f"return torch.nn.functional.softplus(-({MARGIN} - {MARGIN}.mean().detach()))": ON_PAIRS,
+    f"return {LOSS} / len(chosen_logps)": ON_PAIRS,
+    f"return {LOSS} * (1 + {MARGIN}.detach().abs().max())": ON_PAIRS,
+    f"return {LOSS} * (1 + ({MARGIN} > 0).sum())": ON_PAIRS,
+    f"return {LOSS} * (1 + (chosen_lengths > rejected_lengths).sum())": ON_PAIRS,
+    f"return {LOSS} * chosen_lengths / chosen_lengths.max()": ON_PAIRS,
+    f"return {LOSS} + 0.01 * ref_chosen_logps.mean()": ON_PAIRS,
+    f"return {LOSS} + chosen_logps.max()": ON_PAIRS,
+    f"return {LOSS}.roll(1)": ON_PAIRS,
+    f"return {LOSS}.cumsum(0)": ON_PAIRS,
+    f"return {LOSS}[:, None]": "of the shape (N,) of chosen_logps: it has the shape (1, 1)",
+    f"return {LOSS}.detach().numpy()": "it has the type ndarray",
+    "return 0.5": "it has the type float",
+    f"return {MARGIN}.round().long()": "without a gradient",
+    f"return {MARGIN}.abs().sqrt()": "whose gradient is not finite",
+    f"return -{MARGIN}.log()": "is not finite",
+    f"chosen_logps -= 1; return {LOSS}": "changes chosen_logps in place",
+    f"ref_chosen_logps.clamp_(-99); return {LOSS}": "changes ref_chosen_logps in place",
+    f"chosen_lengths.numpy()[:] = 1; return {LOSS}": "changes its inputs in place",
+}
 BROKEN_ADVANTAGES = {
     "return rewards.mean(1)": "of the shape (N, G)",
     "return None": "of the shape (N, G)",
     "return (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)": "not finite",
     "return rewards - rewards.mean()": "depends on other groups",
+    "return rewards / rewards.max()": "depends on other groups",
+    "return rewards / rewards.abs().max()": "depends on other groups",
+    "return rewards - rewards.min()": "depends on other groups",
+    "return (rewards - rewards.mean(1, keepdim=True)) / len(rewards)": "depends on other groups",
+    "return rewards - rewards.median()": "depends on other groups",
+    "return rewards * (rewards.std(1) > 0).sum()": "depends on other groups",
+    "return torch.rand(rewards.shape)": "other values for the same inputs",
+    "return rewards.numpy()": "they have the type ndarray",
+    "return rewards.tolist()": "they have the type list",
+    "rewards -= rewards.mean(1, keepdim=True); return rewards": "changes rewards in place",
+    "x = rewards.numpy(); x -= 1; return torch.tensor(x)": "changes its inputs in place",
     "raise ValueError('no such scale')": "cannot be computed: no such scale",
 }
 BROKEN_KINDS = [(PolicyObjective, TOKENS, *item) for item in BROKEN.items()]
 BROKEN_KINDS += [(PreferenceLoss, PAIRS, *item) for item in BROKEN_PAIRS.items()]
+BROKEN_KINDS += [(PreferenceLoss, REFERENCED, *item) for item in BROKEN_REFERENCED.items()]
 BROKEN_KINDS += [(Advantages, "rewards", *item) for item in BROKEN_ADVANTAGES.items()]
 
 
@@ -232,7 +291,80 @@ def test_a_broken_objective_is_refused_in_a_sentence(tmp_path, kind, signature, 
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         kind.find([name]).check()
     assert str(caught.value).startswith(f"--{kind.flag} {tmp_path}/mine.py:mine ")
-    assert str(caught.value).endswith("; see docs/objectives.md.")
+    advice = ("; see docs/objectives.md.", ".clone() instead.")
+    assert str(caught.value).endswith(advice)
+
+
+GOOD = [
+    (PolicyObjective, TOKENS, f"return {CLIPPED}.double()"),
+    (PolicyObjective, TOKENS, f"return {CLIPPED}, {{'x': logps > old_logps}}"),
+    (PolicyObjective, TOKENS, f"return {CLIPPED} / mask.sum(1, keepdim=True).clamp(min=1)"),
+    (PolicyObjective, TOKENS, f"return {CLIPPED} - 0.1 * mask * torch.log1p(-logps.exp())"),
+    (PreferenceLoss, REFERENCED, f"return {LOSS}.double()"),
+    (PreferenceLoss, REFERENCED, f"return -(5 * {MARGIN}).sigmoid().log()"),
+    (PreferenceLoss, REFERENCED, f"return ({MARGIN} - 1e6) ** 2"),
+    (PreferenceLoss, PAIRS, "return torch.log1p(-chosen_logps.exp()) - chosen_logps"),
+    (Advantages, "rewards", "return rewards.double() - rewards.double().mean(1, keepdim=True)"),
+    (Advantages, "rewards", "return rewards.softmax(1) - 1 / rewards.shape[1]"),
+    (Advantages, "rewards", "return (rewards > rewards.mean(1, keepdim=True)).long()"),
+    (
+        Advantages,
+        "rewards, counted",
+        "return (rewards - rewards.mean(1, keepdim=True)) * counted[:, None]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "signature", "body"), GOOD)
+def test_an_objective_whose_rows_are_apart_is_taken(tmp_path, capsys, kind, signature, body):
+    kind.find([write(tmp_path, body, signature)]).check()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_completion_without_tokens_may_not_give_nan(tmp_path, capsys):
+    body = f"return {CLIPPED} / mask.sum(1, keepdim=True)"
+    PolicyObjective.find([write(tmp_path, body)]).check()
+    assert "is not finite for a completion without tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_function_raises_at_start_names_it(tmp_path: Path, kind: Any):
+    signature = {PolicyObjective: TOKENS, PreferenceLoss: PAIRS, Advantages: "rewards"}[kind]
+    for body in ("raise KeyError('algebra')", "return torch.nothing", "raise SystemExit"):
+        name = write(folder := tmp_path / body.split()[1].partition("(")[0], body, signature)
+        with pytest.raises(FunctionError, match=r"mine.py:mine raised \w+: .* .in the check") as e:
+            kind.find([name]).check()
+        assert str(e.value).startswith(f"--{kind.flag} {folder}")
+        assert "Traceback" in str(e.value)
+
+
+def configs() -> list[DPOConfig | GRPOConfig]:
+    """Those of every variant and recipe."""
+    recipes = Path(__file__).resolve().parents[2].glob("assets/recipes/*/*.yaml")
+    values = [(stage, flags) for stage in ("dpo", "grpo") for flags in VARIANTS[stage]]
+    values += [(path.stem, yaml.safe_load(path.read_text())) for path in sorted(recipes)]
+    names = {"loss_type", "beta", "label_smoothing", "policy_objective", "epsilon_low"}
+    names |= {"epsilon_high", "objective_args", "advantages", "scale_rewards"}
+    names |= {"missing_eos_penalty"}
+    found = []
+    for stage, flags in values:
+        given = {
+            n: [v] if n in ("policy_objective", "loss_type") and isinstance(v, str) else v
+            for n, v in flags.items()
+            if n in names
+        }
+        if stage in ("dpo", "grpo"):
+            found.append((dpo_config if stage == "dpo" else config_of)(**given))
+    return found
+
+
+def test_every_variant_and_recipe_passes_the_check(capsys):
+    for config in configs():
+        config.objective.check()
+        if isinstance(config, GRPOConfig):
+            for num_generations in (2, 3, 8):
+                config.advantage_function.check(2, num_generations)
+    assert capsys.readouterr().out == ""
 
 
 RANKS = "return rewards.argsort(1).argsort(1) - 1.0"
