@@ -80,6 +80,7 @@ def main(config: DPOConfig) -> None:
         first_logps = scoring.score_examples(policy, train_set[:1], config, vocabulary, "check")
         self_checks.dpo_starts_at_ln_2(first_logps, reference.first)  # (1, 2) each
     run = Run(policy, order, config, resume_from, vocabulary)
+    guarded_objective = run.guarded(objective)  # yours may raise in a step: the run is then saved
 
     def evaluate(step: int) -> None:
         if eval_set:
@@ -105,7 +106,7 @@ def main(config: DPOConfig) -> None:
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
             logps = pairs.of(sequence_scores(policy, batch))  # (N, 2)
             ref_logps = reference.of_batch(batch)  # (N, 2)
-            losses = objective(logps, ref_logps, pairs.lengths, config.loss_weights)  # (N,)
+            losses = guarded_objective(logps, ref_logps, pairs.lengths, config.loss_weights)  # (N,)
             total = (losses * real).sum()
             loss = total / num_pairs
             loss.backward()

@@ -39,7 +39,7 @@ is learned: watch `reward`, `kl`, `entropy` and the samples instead. With `eval_
 measured on held-out prompts, where over-optimisation of the reward shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,6 @@ from common.text.example import Example
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
-    from common.objectives.kinds import PolicyObjective
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Sampler
 
@@ -106,6 +105,7 @@ def main(config: GRPOConfig) -> None:
     # One that does not move is not saved: it is read again on resuming.
     moving_reference = reference if config.ref_update_steps > 0 else None
     run = Run(policy, order, config, resume_from, vocabulary, moving_reference)
+    guarded_objective = run.guarded(objective)  # yours may raise in a step: the run is then saved
     sample_groups = partial(sample_and_reward, run, sampler, scorer, config)
     step_monitor = StepMonitor(run.metrics, config)
 
@@ -133,7 +133,8 @@ def main(config: GRPOConfig) -> None:
             policy, reference, plans, selected, config, run.metrics
         )
         # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
-        advantages = minibatches.compute_advantages(selected, before.ref_logps, config)
+        with run.saved_on_user_error(step):
+            advantages = minibatches.compute_advantages(selected, before.ref_logps, config, step)
         step_monitor.record(selected, advantages, step)
         # 5. One or several updates on every minibatch, each of a list of micro-batches
         micro_batches = minibatches.make_micro_batches(selected, plans, before, advantages, config)
@@ -141,7 +142,9 @@ def main(config: GRPOConfig) -> None:
         for batches, is_new in minibatches.updates(micro_batches, config, run.metrics):
             batch_losses = []  # one of each micro-batch, to be checked
             for batch in run.micro_batches(batches):
-                loss = grpo_loss(policy, batch, objective, config, step_monitor, is_new=is_new)
+                loss = grpo_loss(
+                    policy, batch, guarded_objective, config, step_monitor, is_new=is_new
+                )
                 loss.backward()
                 batch_losses.append(loss.detach())
             run.update(batch_losses)
@@ -218,7 +221,7 @@ def check_first_rollout(
 def grpo_loss(
     policy: Policy,
     micro_batch: MicroBatch,
-    objective: "PolicyObjective",
+    objective: "Callable[..., tuple[Tensor, dict[str, Tensor]]]",  # a `PolicyObjective`
     config: GRPOConfig,
     step_monitor: StepMonitor,
     *,

@@ -212,6 +212,13 @@ def together() -> Iterator[None]:
         raise first
 
 
+def sum_together(tensor: torch.Tensor) -> torch.Tensor:
+    """`all_reduce_sum` for a function inside `together`, which may fail on one rank. Collective."""
+    with together():  # no other rank has left the function
+        pass
+    return all_reduce_sum(tensor)
+
+
 def barrier() -> None:
     """Wait for every rank. Collective."""
     if world_size() > 1:

@@ -6,7 +6,7 @@ It is no Trainer: the loop, the loss and the counts of a stage are in its script
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from common import distributed
 from common.config.stages import TrainConfig
 from common.data import BatchOrder
-from common.errors import MAX_NAMED, UserError, gist
+from common.errors import MAX_NAMED, UserError, gist, naming, naming_rows
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.record.forecast import Forecast
 from common.record.terminal import about, format_seconds
 from common.text.example import Vocabulary
+
+if TYPE_CHECKING:
+    from common.objectives.kinds import PolicyObjective, PreferenceLoss
 
 Batch = TypeVar("Batch", bound=Any)  # a batch, or what holds one as its `batch`
 Hook = Callable[[int], None]  # evaluates, or shows samples, after so many steps
@@ -56,6 +59,7 @@ class Run:
         self.vocabulary = vocabulary
         self.model_folder = Path(config.output_dir) / "model"  # the exported model
         self.batches: Sequence[Any] = []  # of the current update
+        self.batch: Any = None  # the current one of these
         self.make_batches: Callable[[int], list[AnyBatch]] | None = None  # of `prefetched`
         self.made_ahead: dict[int, list[AnyBatch]] = {}  # micro-batches by step
         self.has_updated = False  # in the current step
@@ -103,16 +107,38 @@ class Run:
 
     @contextmanager
     def saved_on_user_error(self, step: int) -> Iterator[None]:
-        """Save the run, after so many steps, if a UserError is raised. Collective."""
+        """Save the run, after so many steps, if a UserError is raised. Collective.
+
+        Updates that an unfinished step has made stay, and resuming does the whole step again.
+        """
         try:
             with distributed.together():
                 yield
         except UserError as error:
+            self.optimizer.zero_grad(set_to_none=True)
+            has_updates = self.has_updated and step == self.step
+            among = f", which has updates of step {step + 1} already" if has_updates else ""
             try:
-                error.add(f"; {self.checkpointer.save_before(step)}" if step else "")
+                error.add(f"; {self.checkpointer.save_before(step)}{among}" if step else "")
             except UserError as second:  # the disk is full
                 error.add(f"; {second}")
             raise
+
+    def guarded(self, objective: "PolicyObjective | PreferenceLoss") -> Callable[..., Any]:
+        """The objective for the steps' micro-batches: if it raises a UserError, the run is saved.
+
+        If a function of it is a user's, every call is collective.
+        """
+        if objective.is_built_in:
+            return objective
+
+        def call(*values: Any) -> Any:
+            batch = getattr(self.batch, "batch", self.batch)
+            where = f"at step {self.step + 1}, {naming_rows(batch.source_rows)}"
+            with self.saved_on_user_error(self.step), naming("", where, is_ours=True):
+                return objective(*values)
+
+        return call
 
     def prefetched(self, step: int, make: Callable[[int], list[AnyBatch]]) -> list[AnyBatch]:
         """The micro-batches that `make` makes of a step of `steps`. Collective.
@@ -137,6 +163,7 @@ class Run:
                 self.checkpointer.stop_if_asked(self.step)
             is_last = i == len(batches) - 1
             fsdp.reduce_gradients_in_next_backward(self.module, is_last, self.shards_gradients)
+            self.batch = batch
             yield batch
             if not self.forecast.is_made:
                 sizes = [getattr(b, "batch", b).input_ids.numel() for b in batches]

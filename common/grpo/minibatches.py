@@ -17,6 +17,7 @@ from torch import Tensor
 from common import data, distributed
 from common.advantages import normalise_globally, step_advantages
 from common.config.grpo import GRPOConfig
+from common.errors import naming, naming_rows
 from common.forward import Policy, ReferenceStates
 from common.grpo.rollouts import SelectedCandidates
 from common.model import fsdp
@@ -190,7 +191,10 @@ def reference_head(
 
 
 def compute_advantages(
-    selected: SelectedCandidates, ref_logps: Tensor | None, config: GRPOConfig
+    selected: SelectedCandidates,
+    ref_logps: Tensor | None,
+    config: GRPOConfig,
+    step: int = 0,  # for messages
 ) -> Tensor:
     """Advantages (N, G) of the selected candidates; of tokens (N, G, C) if steps have rewards.
 
@@ -215,7 +219,11 @@ def compute_advantages(
         rewards = rewards - config.beta * kl
     weights, counted = config.advantage_weights(len(rewards)), selected.counted.any(1)
     function = config.advantage_function  # by default `objectives/advantages/group.py`
-    values = function(rewards, weights, counted, distributed.all_reduce_sum)  # (N, G) or (N, K)
+    where = (
+        f"at step {step + 1}, {naming_rows(selected.groups.rows[selected.groups.real].tolist())}"
+    )
+    with distributed.together(), naming("", where, is_ours=True):
+        values = function(rewards, weights, counted, distributed.sum_together)  # (N, G) or (N, K)
     if config.baseline == "all":
         values = values.gather(1, selected.indices)  # (N, G)
     if config.normalize_globally or function.normalizes_globally:

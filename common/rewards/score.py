@@ -33,7 +33,7 @@ from transformers import TrainerState
 
 from common import distributed
 from common.config.stages import CommonConfig
-from common.errors import MAX_NAMED, UserError, gist, naming
+from common.errors import UserError, gist, naming, naming_rows
 from common.objectives.user_files import short_names
 from common.rewards.functions import (
     RewardFunction,
@@ -220,14 +220,13 @@ class RewardFunctions:
         columns["prompt_ids"] = [e.prompt_ids for e in repeated]
         columns["has_stop"] = rollouts.has_stop.tolist()
         tokenizer, messages = self.vocabulary.tokenizer, [e.messages for e in repeated]
-        named = ", ".join(str(example.row + 1) for example in examples[:MAX_NAMED])
         rewards = self(
             [e.messages or e.prompt for e in repeated],
             as_answers(rollouts.texts(tokenizer), messages, tokenizer),
             rollouts.completion_ids,
             columns,
             TrainerState(global_step=step, max_steps=total_steps),
-            f"after step {step}, rows {named}{', ...' * (len(examples) > MAX_NAMED)}",
+            f"after step {step}, {naming_rows(example.row for example in examples)}",
         )
         by_function = {name: values.view(shape) for name, values in rewards.by_function.items()}
         return replace(rewards, total=rewards.total.view(shape), by_function=by_function)

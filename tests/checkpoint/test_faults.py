@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from common.checkpoint import layout
 from common.checkpoint.layout import folder_of
-from common.errors import UserError
+from common.errors import FunctionError, UserError
 from common.model import optim
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
@@ -171,6 +171,77 @@ def test_a_reward_function_that_fails_costs_no_step(number, fault, message, inpu
     assert untimed_lines(broken) == lines
     for name in ("model/model.safetensors", *["samples.jsonl"] * in_training):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
+
+
+OBJECTIVES = """
+import torch
+import torch.nn.functional as F
+from pathlib import Path
+
+CALLS = []
+
+def fail_once():
+    CALLS.append(None)
+    failed = Path(__file__ + ".failed")
+    if len(CALLS) == NUMBER and not failed.exists():
+        failed.touch()
+        raise KeyError("algebra")
+
+def pairs(chosen_logps, rejected_logps):
+    fail_once()
+    return -F.logsigmoid(0.1 * (chosen_logps - rejected_logps))
+
+def policy(logps, advantages, mask):
+    fail_once()
+    return torch.where(mask, -logps * advantages, 0.0)
+
+def groups(rewards):
+    fail_once()
+    return rewards - rewards.mean(1, keepdim=True)
+"""
+IN_CHECK = 3  # calls of an objective at start
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "number", "more"),
+    [
+        ("loss_type", "pairs", IN_CHECK + 2 * 3 + 2, {}),  # three micro-batches of a step
+        ("policy_objective", "policy", IN_CHECK + 2 * 3 + 2, ROLLOUTS),
+        ("advantages", "groups", IN_CHECK + 3, ROLLOUTS),
+    ],
+)
+def test_an_objective_that_raises_in_a_step_costs_none(flag, name, number, more, inputs, tmp_path):
+    """The sentence names function, step and rows; resuming gives the bits of an undisturbed run."""
+    file = tmp_path / "mine.py"
+    file.write_text(OBJECTIVES.replace("NUMBER", str(number)))
+    value = f"{file}:{name}"
+    more = {**more, flag: [value] if flag != "advantages" else value, "learning_rate": 1e-3}
+    stage = "dpo" if flag == "loss_type" else "grpo"
+    if stage == "grpo":
+        more |= {"penalize_missing_eos": False, "beta": 0.0, "micro_batch_size": 6}
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    where = "raised KeyError: there is no 'algebra' .at step 3, rows [1-8], .*"
+    with pytest.raises(FunctionError, match=rf"^--{flag} {value} {where}; the same command") as e:
+        train(stage, inputs, broken, **more)
+    assert f"goes on from {folder_of(broken, 2)}.\nTraceback" in str(e.value)
+    for run in (broken, whole):
+        train(stage, inputs, run, **more)
+    assert untimed_lines(broken) == untimed_lines(whole)
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (broken, whole)]
+    assert weights[0] == weights[1]
+
+
+def test_an_objective_that_raises_between_updates_is_said_to_leave_the_first(inputs, tmp_path):
+    """The weights have moved in the step, so that no checkpoint before it can be written."""
+    file = tmp_path / "mine.py"
+    file.write_text(OBJECTIVES.replace("NUMBER", str(IN_CHECK + 2 * 6 + 5)))
+    more: dict[str, Any] = ROLLOUTS | {"policy_objective": [f"{file}:policy"], "num_iterations": 2}
+    more |= {"penalize_missing_eos": False, "beta": 0.0, "micro_batch_size": 6}
+    among = "goes on from .*step_00000002, which has updates of step 3 already"
+    with pytest.raises(FunctionError, match=among):
+        train("grpo", inputs, tmp_path / "run", **more)
+    train("grpo", inputs, tmp_path / "run", **more)
+    assert len(untimed_lines(tmp_path / "run")) == 1
 
 
 AT_THE_END = """

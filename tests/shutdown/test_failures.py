@@ -25,7 +25,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from ranks import ROOT, SHORT_RUN, Script, environment, launch, run_stages
+from ranks import ROOT, SHORT_RUN, Script, environment, launch, run_stages, untimed_lines
 
 import common.launch
 from common import distributed
@@ -88,6 +88,33 @@ def hangs(completions, trainer_state, **columns):
 """
 NO_ROOM = "No space left on device (os error 28)"
 FULL = f"error: a disk, or the temporary folder (TMPDIR), is full: {NO_ROOM}."
+OBJECTIVES = """
+import torch
+
+import common.launch
+from common import distributed
+
+common.launch.PATIENCE = 1.5
+CALLS = []
+
+
+def is_broken(number):
+    from pathlib import Path
+
+    CALLS.append(None)
+    mended = Path(__file__ + ".mended").exists()
+    return len(CALLS) == number and distributed.rank() == 1 and not mended
+
+
+def policy(logps, advantages, mask):
+    assert not is_broken(3 + 2 * 2 + 2), "no such token"  # in the last of step 3's micro-batches
+    return torch.where(mask, -logps * advantages, 0.0)
+
+
+def groups(rewards, all_reduce):
+    assert not is_broken(3 + 3), "no such group"  # while the other rank waits for a sum
+    return rewards - all_reduce(rewards.sum()) / all_reduce(torch.tensor(float(rewards.numel())))
+"""
 CLOSED = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
 
 
@@ -111,9 +138,9 @@ class Ended:
         return failure[1], failure[2], failure[3]
 
 
-def run_grpo(folder: Path, function: str, *options: str, **flags: Any) -> Ended:
-    """Run GRPO with a reward function of REWARDS on two processes, until none of them is left."""
-    flags = {
+def flags_of(folder: Path, function: str, **flags: Any) -> dict[str, Any]:
+    """The flags of GRPO with a reward function of REWARDS."""
+    return {
         **SHORT_RUN,
         "output_dir": folder / function,
         "model_name_or_path": folder / "tiny.json",
@@ -128,11 +155,16 @@ def run_grpo(folder: Path, function: str, *options: str, **flags: Any) -> Ended:
         "reward_funcs": f"{folder / 'rewards.py'}:{function}",
         **flags,
     }
+
+
+def run_grpo(folder: Path, function: str, *options: str, **flags: Any) -> Ended:
+    """Run GRPO with a reward function of REWARDS on two processes, until none of them is left."""
+    flags = flags_of(folder, function, **flags)
     command = [ROOT / "train_grpo.py"]
     command += [word for key, value in flags.items() for word in (f"--{key}", value)]
     (folder / "when").unlink(missing_ok=True)
     options = ("--standalone", "--nproc_per_node", "2", *options)
-    log = folder / f"{function}.log"
+    log = folder / f"{Path(flags['output_dir']).name}.log"
     script = Script(command, log, options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     status = script.wait(300)
     ended = time.time()
@@ -150,6 +182,7 @@ def folder(
 ) -> Path:
     folder = tmp_path_factory.mktemp("failures")
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "mine.py").write_text(OBJECTIVES)
     (folder / "tiny.json").symlink_to(tiny_gpt2)
     (folder / "tokenizer").symlink_to(tokenizer_folder)
     return folder
@@ -183,6 +216,35 @@ def test_a_failure_of_one_rank_is_its_traceback(folder: Path, function: str, err
     assert is_saved or "rank 0" not in run.output  # whose connection broke
     assert "Connection closed" not in run.output
     assert (folder / function / "checkpoints" / "step_00000002").exists() == is_saved
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("flag", "name", "error"),
+    [("policy_objective", "policy", "no such token"), ("advantages", "groups", "no such group")],
+)
+def test_an_objective_that_raises_on_one_rank_costs_no_step(
+    folder: Path, flag: str, name: str, error: str
+) -> None:
+    """All ranks save and end; once it is mended, the same command gives an undisturbed run's."""
+    flags: dict[str, Any] = {flag: folder / f"mine.py:{name}", "micro_batch_size": 2}
+    flags |= {"penalize_missing_eos": "false"}
+    mended = Path(f"{folder / 'mine.py'}.mended")
+    mended.unlink(missing_ok=True)
+    run = run_grpo(folder, "lengths", output_dir=folder / name, **flags)
+    assert run.status != 0
+    _, _, text = run.root_cause
+    where = r"raised AssertionError: .* .at step 3, rows \d+.*; the same command goes on from .*2\."
+    assert re.match(rf"error: --{flag} {flags[flag]} {where}\n *Traceback", text), text
+    assert text.endswith(f"AssertionError: {error}")
+    mended.touch()
+    runs = (folder / name, folder / f"whole {name}")
+    jobs = [flags_of(folder, "lengths", **flags, output_dir=output_dir) for output_dir in runs]
+    jobs = [{"stage": "grpo", "flags": {n: str(v) for n, v in each.items()}} for each in jobs]
+    launch(run_stages, 2, folder, jobs=jobs)
+    assert untimed_lines(runs[0]) == untimed_lines(runs[1])
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in runs]
+    assert weights[0] == weights[1]
 
 
 @needs_proc
