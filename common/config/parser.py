@@ -61,6 +61,9 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
         others = [word for word in strays[1:] if word.startswith("--")]
         raise UserError(f"unknown argument {answer([strays[0], *others], list(fields))}.")
     values = {name: value for name, value in vars(arguments).items() if name != "config"}
+    if settings := given.get("objective_args"):  # of several for one name, the last wins
+        before = vars(parser.parse_known_args(words)[0]).get("objective_args", [])
+        values["objective_args"] = [*before, *settings]
     config: Any = cls(**values)
     config.given = frozenset(values)
     return config  # type: ignore[no-any-return]

@@ -539,6 +539,23 @@ def test_a_recipe_s_settings_are_those_of_its_own_objective(tmp_path: Path, caps
     assert printed.endswith("replaces: epsilon_low=0.1, delta=3\n")
 
 
+def test_objective_args_of_a_command_line_leave_the_recipe_s_others(tmp_path: Path, capsys: Any):
+    mine = write(tmp_path, "return rewards", "rewards, *, power=2.0, scale=1.0")
+    recipe = tmp_path / "grpo.yaml"
+    recipe.write_text(f"objective_args: [delta=3, power=4, scale=5]\nadvantages: {mine}\n")
+    required = ["--output_dir", "x", "--model_name_or_path", "y", "--dataset_name", "synthetic"]
+    words = ["--config", str(recipe), *required, "--reward_funcs", "gold", "--objective_args"]
+    for given, expected in (
+        (["power=7"], ["delta=3.0", "power=7.0", "scale=5.0"]),
+        (["scale=1", "delta=4"], ["delta=4.0", "power=4.0", "scale=1.0"]),
+        ([], ["delta=inf", "power=2.0", "scale=1.0"]),
+    ):
+        assert parse(GRPOConfig, [*words, *given]).objective_args == expected
+    other = parse(GRPOConfig, [*words, "delta=4", "--advantages", "group"])
+    assert other.objective_args == ["delta=4.0"]
+    assert capsys.readouterr().out.endswith("replaces: power=4, scale=5\n")
+
+
 def test_weights_and_settings_of_losses_go_with_them(tmp_path: Path, capsys: Any):
     recipe = tmp_path / "dpo.yaml"
     recipe.write_text(
