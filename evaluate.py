@@ -53,6 +53,7 @@ def main(config: EvaluateConfig) -> None:
     from common.evaluation.win_rates import all_win_rates
     from common.report import evaluation_report
 
+    distributed.start(config.ddp_timeout)
     distributed.seed_everything(config.seed)
 
     # Load; every folder is checked before the first model is loaded

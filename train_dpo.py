@@ -39,6 +39,7 @@ def main(config: DPOConfig) -> None:
     from common.sampling.sampler import Sampler  # for the table of samples
     from common.text import reading
 
+    distributed.start(config.ddp_timeout)
     distributed.seed_everything(config.seed)
     mesh = distributed.mesh(config.num_replicas)
 

@@ -74,6 +74,7 @@ def main(config: GRPOConfig) -> None:
     from common.sampling.vllm.sampler import EngineSampler
     from common.text import reading
 
+    distributed.start(config.ddp_timeout)
     distributed.seed_everything(config.seed)
 
     # Objective, data and rewards

@@ -53,6 +53,7 @@ def main(config: RewardConfig) -> None:
     """Train, shift, export, evaluate."""
     from common.checkpoint.resume import find_checkpoint
 
+    distributed.start(config.ddp_timeout)
     distributed.seed_everything(config.seed)
     device = distributed.device()
 

@@ -35,6 +35,7 @@ def main(config: SFTConfig) -> None:
     from common.sampling.sampler import Sampler  # for the table of samples
     from common.text import reading
 
+    distributed.start(config.ddp_timeout)
     distributed.seed_everything(config.seed)
 
     # Data

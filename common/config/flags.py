@@ -19,7 +19,8 @@ AUTO = "auto"
 SMALLEST_TEMPERATURE = 1e-6  # logits are divided by it
 WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # see `operator`
 OBJECTIVE_ARGS = (
-    "settings of objectives, as NAME=VALUE (their list: --help behind a name); a recipe's others stay"
+    "settings of objectives, as NAME=VALUE (their list: --help behind a name); a recipe's others "
+    "stay"
 )
 SPEED = "speed, memory and sharding: none but bf16 changes a loss"
 WATCHING = "logging, evaluation, checkpoints"
@@ -62,6 +63,8 @@ def check_fields(config: Any) -> None:
     A path loses the slash at its end: `model/` is the same folder as `model`.
     """
     for f in dataclasses.fields(config):
+        if isinstance(f.metadata["default"], list):  # from Python one item may stand for its list
+            setattr(config, f.name, [*values_of(config, f)])
         value = getattr(config, f.name)
         if f.metadata["required"] and not value:
             raise UserError(f"--{f.name} is required: {f.metadata['help']}.")

@@ -9,7 +9,8 @@ import asyncio
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import cache, partial
 from numbers import Real
@@ -213,6 +214,15 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine: in a notebook, whose thread runs a loop, from another thread."""
+    run = event_loop().run_until_complete
+    if asyncio._get_running_loop() is None:
+        return run(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(run, coroutine).result()
+
+
 def call_once(
     function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int, title: str, noun: str
 ) -> list[Any]:
@@ -226,7 +236,7 @@ def call_once(
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     values = function(**{k: v for k, v in arguments.items() if takes_all or k in parameters})
-    values = event_loop().run_until_complete(values) if inspect.iscoroutine(values) else values
+    values = awaited(values) if inspect.iscoroutine(values) else values
     listed = list(values)
     if isinstance(values, Mapping | Set | str) or len(listed) != num_rows:
         raise UserError(

@@ -184,8 +184,12 @@ def test_coroutines_of_all_calls_share_a_loop():
     async def slow(completions: list[str], **columns: Any) -> list[float]:
         return await asyncio.gather(*(ask() for _ in completions))
 
+    async def in_notebook() -> Any:
+        return call({"slow": slow}, [2.0], num=2)[0]
+
     for _ in range(2):
         assert call({"slow": slow}, [2.0], num=2)[0].tolist() == [2.0, 2.0]
+        assert asyncio.run(in_notebook()).tolist() == [2.0, 2.0]
 
 
 # --- what a function logs -------------------------------------------------------------------------
