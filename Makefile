@@ -1,3 +1,4 @@
+# make         these lines
 # make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
 # make test    lint, types, every test
 # make tolerances   every test with each set of CPU instructions: comparisons near their tolerance
@@ -48,7 +49,10 @@ DEMO := assets/recipes/demo
 RUN = exec env OMP_NUM_THREADS=$(THREADS)
 LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo overoptimization replicate results sweep test tolerances models test-vllm test-slurm bench quality conformance setup clean
+.PHONY: help demo overoptimization replicate results sweep test tolerances models test-vllm test-slurm bench quality conformance setup clean
+
+help:  # the first target: what `make` alone does
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)

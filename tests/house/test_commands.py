@@ -13,11 +13,13 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import tiny
 from mistakes import STAGES
+from packaging.requirements import Requirement
 from transformers import AutoTokenizer
 
 from common.config.parser import parse
@@ -110,6 +112,81 @@ def test_the_lines_for_your_own_model_run_as_they_stand(tmp_path, tokenizer_fold
             config = parse(config_class(script), [*words, "--num_eval_rows", "8", *few])
             importlib.import_module(stage).main(config)
     assert (tmp_path / "output/mine/evaluation/report.html").exists()
+
+
+# ---- make ----------------------------------------------------------------------------------------
+
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def printed_by_make(*words: str) -> list[str]:
+    """The lines that make prints, those of a recipe with their continuations."""
+    result = subprocess.run(["make", *words], cwd=ROOT, check=True, capture_output=True, text=True)
+    return result.stdout.replace("\\\n", "").splitlines()
+
+
+def install_steps() -> dict[str, list[str]]:
+    """The words behind `pip install` of every target, of each distinct step once, by its text."""
+    lines = [line for target in TARGETS for line in printed_by_make("-n", "-B", target)]
+    return {
+        line: line.partition(" pip install ")[2].split()
+        for line in lines
+        if " pip install " in line
+    }
+
+
+def requirements_of(file: Path) -> list[str]:
+    """The lines of a requirements file and of those that it names, which must exist."""
+    texts = file.read_text().replace("\\\n", "").splitlines()
+    lines = [text.partition(" #")[0].strip() for text in texts if text and text[0] != "#"]
+    named = [line.split()[1] for line in lines if re.match(r"-[rc] ", line)]
+    further = [requirement for name in named for requirement in requirements_of(file.parent / name)]
+    return [re.sub(r" --hash=\S+", "", line) for line in lines if line and line[0] != "-"] + further
+
+
+def test_make_alone_prints_the_targets():
+    lines = printed_by_make()
+    named = {line.split()[1] for line in lines if line.startswith("make ")}
+    assert {*TARGETS} - {"help", "setup"} <= named
+    assert lines[1].startswith("make demo")
+    assert not any(line.startswith("#") for line in lines)
+
+
+FILES = [path for path in ROOT.rglob("*requirements*.txt") if ".venv" not in path.as_posix()]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_a_requirements_file_names_files_and_packages(file):
+    assert [Requirement(line) for line in requirements_of(file)]
+
+
+def test_every_install_step_of_make_has_its_files():
+    steps = install_steps()
+    files = [w for words in steps.values() for f, w in pairwise(words) if f == "-r"]
+    assert {"requirements.txt", "tests/requirements.txt"} < {*files}
+    assert any("bench" in file for file in files)
+    for file in files:
+        assert [Requirement(line) for line in requirements_of(ROOT / file)]
+    lock = next(
+        w for line in printed_by_make("-n", "-B", "bench") for w in line.split() if "lock" in w
+    )
+    assert len([Requirement(line) for line in requirements_of(ROOT / lock)]) > 50
+
+
+@pytest.mark.registry
+@pytest.mark.parametrize("step", install_steps())
+def test_the_registry_serves_every_install_step(step, tmp_path):
+    """A dry run, under the constraints of the lock as the Makefile writes them."""
+    words = install_steps()[step]
+    lines = printed_by_make("-n", "-B", *TARGETS)
+    for constraints in [words[i + 1] for i, word in enumerate(words) if word == "-c"]:
+        (made_by,) = {line for line in lines if line.endswith(f" > {constraints}")}
+        mine = made_by.replace(constraints, str(tmp_path / "constraints.txt"))
+        subprocess.run(mine, shell=True, cwd=ROOT, check=True)
+        words = [w.replace(constraints, str(tmp_path / "constraints.txt")) for w in words]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 # ---- links, tables and names ---------------------------------------------------------------------
