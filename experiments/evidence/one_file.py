@@ -1,6 +1,7 @@
 """The whole chain in one file: SFT, reward model, DPO, GRPO and evaluation, in plain PyTorch.
 
     python -m experiments.evidence.one_file        # trains the demo's chain: 12 minutes of CPU time
+    python -m experiments.evidence.one_file --steps 20        # the beginning of every stage
 
 To read from top to bottom: a Hugging Face GPT-2, one process, padded rows, and no more. It computes
 what the five scripts compute: `tests/stages/test_one_file.py` compares losses, gradient norms,
@@ -17,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,20 +44,26 @@ RECIPES = {  # rows, batch size, steps, peak learning rate, warmup steps, AdamW'
 SHAPE = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "initializer_range": 0.06}
 
 
+def flag(default: Any, description: str) -> Any:
+    """A field of `Flags`, with its text for --help."""
+    return field(default=default, metadata={"help": description})
+
+
 @dataclass
 class Flags:
-    """The flags; defaults here and above are those of assets/recipes/demo."""
+    """The demo's chain in one file. Defaults here and above are those of assets/recipes/demo."""
 
-    seed: int = 0
-    max_completion_length: int = 48  # tokens, stop token included
-    dpo_beta: float = 0.2  # by how much DPO ties the policy to the reference
-    kl_beta: float = 0.1  # weight of GRPO's KL to the reference
-    num_candidates: int = 12  # K, completions that are sampled for a prompt
-    num_generations: int = 8  # G, those of them that are trained on
-    rejection_temperature: float = 1.0  # in units of reward
-    num_iterations: int = 1  # updates on the completions of a step
-    normalize_globally: bool = False  # normalise the kept advantages again, over the whole batch
-    num_prompts: int = 256  # held-out prompts that are completed for the evaluation
+    seed: int = flag(0, "of rows, weights and sampling")
+    steps: int = flag(0, "of every stage, the first ones of the demo's (0: all, 12 minutes)")
+    max_completion_length: int = flag(48, "tokens, stop token included")
+    dpo_beta: float = flag(0.2, "by how much DPO ties the policy to the reference")
+    kl_beta: float = flag(0.1, "weight of GRPO's KL to the reference")
+    num_candidates: int = flag(12, "K, completions that are sampled for a prompt")
+    num_generations: int = flag(8, "G, those of them that are trained on")
+    rejection_temperature: float = flag(1.0, "in units of reward")
+    num_iterations: int = flag(1, "updates on the completions of a step")
+    normalize_globally: bool = flag(False, "normalise the kept advantages over the whole batch")
+    num_prompts: int = flag(256, "held-out prompts that are completed for the evaluation")
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -185,7 +192,8 @@ def train(
     matrices = {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay}
     biases_and_norms = {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW([matrices, biases_and_norms], betas=(0.9, beta2), fused=True)
-    for step in range(num_steps):
+    last = min(f.steps or num_steps, num_steps)
+    for step in range(last):
         share = (1 + math.cos(math.pi * (step - warmup) / (num_steps - warmup))) / 2  # of the peak
         for group in optimizer.param_groups:
             group["lr"] = peak * ((step + 1) / (warmup + 1) if step < warmup else share)
@@ -196,7 +204,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             log.append({"loss": loss.item(), "grad_norm": norm.item(), **metrics})
-        if (step + 1) % 20 == 0:
+        if (step + 1) % 20 == 0 or step + 1 == last:
             shown = log[-1] | {"minutes": (time.perf_counter() - began) / 60}
             print(name, step + 1, *(f" {key} {x:.3f}" for key, x in shown.items()), flush=True)
     return log
@@ -318,7 +326,7 @@ def evaluate(
 # ---- main ----------------------------------------------------------------------------------------
 def main() -> None:
     """Train the demo's chain, and print its table: means, ± half of their 95% intervals."""
-    (f,) = HfArgumentParser(Flags).parse_args_into_dataclasses()
+    f = Flags(**vars(HfArgumentParser(Flags, allow_abbrev=False).parse_args()))
     tokenizer = synthetic.train_tokenizer()
     kinds = ("sft", "preference", "prompts")
     summaries, pairs, prompts = (read_rows(tokenizer, f, kind, "train") for kind in kinds)

@@ -7,7 +7,8 @@ The script's own `main` runs for one step on two prompts or rows; what its funct
 and return is what the page shows. What follows the script are its own flags, which may also name
 another model and other rows. The settings are those of the run with these flags but for a few that
 keep the page small, which it lists. `--seed` picks the two rows among the first `num_train_rows`.
-Other objectives than the four papers' own are refused: the page has no formulas for them.
+Other objectives than the four papers' own are refused: the page has no formulas for them. Your own
+file is shown: what it computes has its line of code in the place of a formula.
 """
 
 import argparse
@@ -49,21 +50,21 @@ def main() -> None:
 def write(script: str, flags: list[str], output: str | None = None) -> Path:
     """Write the page of a script's first step with these flags; returns the file."""
     stage = script.removeprefix("train_").removesuffix(".py")
-    texts = formulas(stage)
-    functions = ["common.model.load.load_vocabulary", *texts["also"]]
-    functions += [box["function"] for box in texts["flow"]]
     forced = f"{FORCED} {FORCED_OF_STAGE.get(stage, '')}".split()
     with tempfile.TemporaryDirectory() as folder:
         run, output_dir = config_class(script), ["--output_dir", folder]
         asked = parse(run, [*flags, *output_dir])
         small = [f"--{k}={most}" for k, most in SMALL.items() if not 0 < getattr(asked, k) <= most]
         config = parse(run, [*small, *flags, *forced, *output_dir])
+        texts, yours = formulas(stage, config)
         for name, value in texts["only"].items():
-            if getattr(config, name) != value:
+            if name not in yours and getattr(config, name) != value:
                 raise config.refused(name, f"{value}: the page has no formulas of others")
+        functions = ["common.model.load.load_vocabulary", *texts["also"]]
+        functions += [box["function"] for box in texts["flow"]]
         distributed.start()
         trace = trace_step(resolve_name(f"train_{stage}.main"), config, functions)
-    content = with_places(explain(trace, config, stage), trace, texts)
+    content = with_places(explain(trace, config, stage, yours), trace, texts)
     settings = {name: getattr(config, name) for name in texts["settings"]}
     if "kept" not in content["quantities"]:
         settings = {k: v for k, v in settings.items() if not k.startswith("rejection_")}

@@ -22,11 +22,16 @@ from experiments.explain.trace import Trace, scores_of
 Record = dict[str, Any]
 
 
-def explain(trace: Trace, config: Any, stage: str) -> Record:
-    """The layouts, and the numbers by level: prompts, completions with tokens, pairs, step."""
+def explain(
+    trace: Trace, config: Any, stage: str, yours: Mapping[str, str] | None = None
+) -> Record:
+    """The layouts, and the numbers by level: prompts, completions with tokens, pairs, step.
+
+    `yours` has the names of a user's functions by their flags.
+    """
     vocabulary = trace.of("load_vocabulary")[0].result
     numbers_of = {"sft": sft, "reward": reward, "dpo": dpo, "grpo": grpo}[stage]
-    result: Record = {"prompts": [], "pairs": [], **numbers_of(trace, config)}
+    result: Record = {"prompts": [], "pairs": [], **numbers_of(trace, config, yours or {})}
     if plans := trace.of("plan_updates"):
         denominator = float(plans[-1].result[0].denominators.num_sequences)
     else:
@@ -120,7 +125,7 @@ def movement(trace: Trace) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
 # ---- by stage ------------------------------------------------------------------------------------
 
 
-def sft(trace: Trace, config: Any) -> Record:
+def sft(trace: Trace, config: Any, yours: Mapping[str, str]) -> Record:
     """Losses of tokens."""
     tokens, columns = movement(trace)
     tokens["token_loss"] = [-logps for logps in tokens["logp"]]
@@ -138,7 +143,7 @@ def with_pairs(results: list[Record], pairs: Mapping[str, Tensor]) -> Record:
     return {"completions": results, "pairs": records({"row": rows, **pairs})}
 
 
-def reward(trace: Trace, config: Any) -> Record:
+def reward(trace: Trace, config: Any, yours: Mapping[str, str]) -> Record:
     """Scores of completions, and differences and losses of pairs."""
     calls, penalties = trace.of("bradley_terry_loss"), trace.of("centering_penalty")
     chosen, rejected, margin = (
@@ -161,38 +166,42 @@ def reward(trace: Trace, config: Any) -> Record:
     return with_pairs(results, pairs)
 
 
-def dpo(trace: Trace, config: Any) -> Record:
+def dpo(trace: Trace, config: Any, yours: Mapping[str, str]) -> Record:
     """Sums of completions, and D and losses of pairs."""
     tokens, columns = movement(trace)
     sums = torch.cat([call.result.detach() for call in trace.of("sequence_scores", "main")])  # (B,)
     refs = torch.cat([call.result for call in trace.of("of_batch")]).flatten()  # (B,)
-    losses = trace.of("sigmoid")[-len(trace.forwards) :]  # checks before the step call it too
+    losses = trace.of(yours.get("loss_type", "sigmoid"))  # checks before the step call it too
     logits, logits_after = (
         (logps - refs)[::2] - (logps - refs)[1::2]
         for logps in (sums, columns["completion_logp_after"])
     )
     pairs = {
         "logit": logits,
-        "probability": (config.beta * logits).sigmoid(),
-        "gradient_weight": config.beta * (-config.beta * logits).sigmoid(),
-        "pair_loss": torch.cat([call.result for call in losses]),
+        "pair_loss": torch.cat([call.result for call in losses[-len(trace.forwards) :]]),
         "logit_after": logits_after,
         "moved_as_wanted": logits_after > logits,
     }
+    if "loss_type" not in yours:
+        pairs["probability"] = (config.beta * logits).sigmoid()
+        pairs["gradient_weight"] = config.beta * (-config.beta * logits).sigmoid()
     results = completions(trace, tokens, **columns, sum_logp=sums, sum_ref_logp=refs)
     return with_pairs(results, pairs)
 
 
-def grpo(trace: Trace, config: Any) -> Record:
+def grpo(trace: Trace, config: Any, yours: Mapping[str, str]) -> Record:
     """Candidates, who was kept, advantages, and the kept ones' tokens on their way to the loss."""
     tokens, columns = movement(trace)
     first = -len(trace.forwards)  # before it, the objective was called on a tiny batch
+    results = [call.result for call in trace.of(yours.get("policy_objective", "clip"))[first:]]
     tokens |= {
-        "ratio": [call.result for call in trace.of("probability_ratio", "clip")[first:]],
-        "clipped": [call.result for call in trace.of("clipped_tokens")[first:]],
-        "policy_term": [call.result[0] for call in trace.of("clip")[first:]],
+        "policy_term": [each[0] if isinstance(each, tuple) else each for each in results],
         "token_loss": [call.arguments["per_token"] for call in trace.of("aggregate")],
     }
+    if "policy_objective" not in yours:
+        ratios = trace.of("probability_ratio", "clip")[first:]
+        tokens["ratio"] = [call.result for call in ratios]
+        tokens["clipped"] = [call.result for call in trace.of("clipped_tokens")[first:]]
     if kls := trace.of("kl_estimate", "grpo_loss"):
         tokens["ref_logp"] = [call.arguments["ref_token_logps"] for call in kls]
         tokens["kl"] = [call.result for call in kls]
@@ -213,10 +222,11 @@ def grpo(trace: Trace, config: Any) -> Record:
         raise UserError(
             "a reward function rewards steps of a completion; the page has no formulas."
         )
-    call = trace.of("deviations_from_mean", "group")[-1]
-    rewards, deviations = call.arguments["rewards"], call.result
-    means = (rewards.double() - deviations)[:, 0]
-    prompts = {"row": selected.groups.rows, "mean": means, "std": deviations.std(1)}
+    prompts = {"row": selected.groups.rows}
+    if "advantages" not in yours:
+        call = trace.of("deviations_from_mean", "group")[-1]
+        prompts["mean"] = (call.arguments["rewards"].double() - call.result)[:, 0]
+        prompts["std"] = call.result.std(1)
     return {"completions": results, "prompts": records(prompts)}
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from common.config.parser import as_list
 from common.config.recipes import read_recipe
+from common.objectives.find import load_once
 from common.padding import PaddedBatch
 from experiments.explain.trace import Trace
 from experiments.runs.stages import ROOT
@@ -17,18 +19,44 @@ from experiments.runs.stages import ROOT
 FOLDER = Path(__file__).parent
 
 
-def formulas(stage: str) -> dict[str, Any]:
-    """The texts of a stage from `formulas.yaml`, with those of every stage."""
+def formulas(stage: str, config: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """The texts of a stage from `formulas.yaml`, and names of the user's functions by flag.
+
+    What a user's function computes is without a formula; what only the function in its place has
+    is left out.
+    """
     texts = read_recipe(str(FOLDER / "formulas.yaml"), typed=True)
     quantities = texts[stage]["quantities"] | texts["every"]["quantities"]
-    return {**texts[stage], "quantities": quantities}
+    texts, yours = {**texts[stage], "quantities": quantities}, dict[str, str]()
+    for flag, about in texts.get("yours", {}).items():
+        names = as_list(getattr(config, flag))
+        if len(names) != 1 or ".py:" not in names[0]:
+            continue
+        function = inspect.unwrap(load_once(names[0], f"--{flag}"))
+        yours[flag], place = function.__name__, f"{function.__module__}.{function.__qualname__}"
+        for name in about["without"]:
+            del quantities[name]
+        for quantity in quantities.values():
+            if quantity["function"] == about["instead"]:  # computed for the page
+                quantity |= {"function": f"experiments.explain.numbers.{stage}", "code": ""}
+        by = f"by {names[0]}"
+        quantities[about["computes"]] |= {"about": by, "formula": "", "paper": "", "code": ""}
+        quantities[about["computes"]]["function"] = place
+        for box in texts["flow"]:
+            if box["function"] == about["instead"]:
+                box |= {"function": place, "about": by, "tensor": ""}
+        texts["also"] = [place if name == about["instead"] else name for name in texts["also"]]
+    if "policy_objective" in yours:
+        del texts["only"]["objective_args"]
+    return texts, yours
 
 
 def code_line(function: str, code: str = "") -> dict[str, str]:
     """File and text of a function's head, or of the first line in it that holds `code`."""
     target = inspect.unwrap(resolve_name(function))
     code = code or f"def {target.__name__}("
-    file = Path(target.__code__.co_filename).resolve().relative_to(ROOT).as_posix()
+    path = Path(target.__code__.co_filename).resolve()
+    file = (path.relative_to(ROOT) if path.is_relative_to(ROOT) else path).as_posix()
     text = next((line for line in inspect.getsourcelines(target)[0] if code in line), "")
     assert text, f"{function} has no line with {code!r}"
     return {"function": function, "code": code, "file": file, "text": text.strip()}

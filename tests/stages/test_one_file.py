@@ -300,3 +300,22 @@ def test_the_command(scripts, monkeypatch, capsys):
     head, *lines = capsys.readouterr().out.strip().splitlines()[-5:]
     assert [line.split()[0] for line in (head, *lines)] == ["stage", *one_file.RECIPES]
     assert [line.count("±") for line in lines] == [7, 1, 7, 7]
+
+
+def test_the_command_takes_the_first_steps_and_refuses_a_wrong_flag(scripts, monkeypatch, capsys):
+    rows = one_file.read_rows(scripts.tokenizer, Flags(), "sft", "train", 32)
+    monkeypatch.setitem(one_file.RECIPES, "sft", (32, 4, 5, 1e-3, 1, 0.99, 0.0))
+    logs = []
+    for steps in (0, 2, 9):
+        policy = new_policy(scripts.tokenizer)
+        log = one_file.train(
+            "sft", policy, rows, Flags(steps=steps), lambda r, _, p=policy: one_file.sft(p, r)
+        )
+        logs.append(log)
+    assert [len(log) for log in logs] == [5, 2, 5]
+    assert logs[0][:2] == logs[1]
+    assert "sft 2" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["one_file", "--stops", "2"])
+    with pytest.raises(SystemExit, match="2"):
+        one_file.main()
+    assert "unrecognized arguments: --stops 2" in capsys.readouterr().err

@@ -278,6 +278,51 @@ def shown(view: Page) -> list[tuple[int, int, str]]:
     return [cell for cell in every if cell[2] != "-"]
 
 
+MINE = """
+import torch
+
+def squared(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, *, beta=0.1):
+    return (chosen_logps - rejected_logps - ref_chosen_logps + ref_rejected_logps - 1) ** 2
+
+def plain(logps, advantages, mask, *, power=1.0):
+    return torch.where(mask, -logps * advantages, 0.0), {"weight": torch.ones_like(logps)}
+
+def raw(rewards):
+    return rewards - rewards.mean(1, keepdim=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "name", "left_out"),
+    [
+        ("dpo", "--loss_type mine.py:squared", "pair_loss", {"probability", "gradient_weight"}),
+        ("grpo", "--policy_objective mine.py:plain", "policy_term", {"ratio", "clipped"}),
+        ("grpo", "--advantages mine.py:raw", "advantage", {"mean", "std"}),
+    ],
+)
+def test_a_user_s_file_is_shown_without_a_formula(stage, flags, name, left_out, folder):
+    (folder / "mine.py").write_text(MINE)
+    with tiny.working_directory(folder):
+        words = f"{COMMON} {STAGES[stage]} {flags} --seed 1".split()
+        page = data(command.write(f"train_{stage}.py", words).read_text())
+    quantities, function = page["quantities"], flags.rpartition(":")[2]
+    assert {key for key, about in quantities.items() if not about["formula"]} == {name}
+    assert quantities[name]["text"].startswith(f"def {function}(")
+    assert not left_out & ({*quantities} | {key.partition(" ")[2] for key in columns(page)})
+    if stage == "dpo":
+        losses = [pair["pair_loss"] for pair in page["pairs"]]
+        assert losses == pytest.approx([(pair["logit"] - 1) ** 2 for pair in page["pairs"]])
+    elif name == "policy_term":
+        for one in [one for one in page["completions"] if one["kept"]]:
+            terms = [-logp * one["advantage"] for logp in one["tokens"]["logp"]]
+            assert one["tokens"][name] == pytest.approx(terms, rel=1e-4)
+    else:
+        rewards = torch.tensor([one["reward"] for one in page["completions"]]).view(2, -1)
+        expected = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()
+        shown = {i: one[name] for i, one in enumerate(page["completions"]) if one["kept"]}
+        assert shown == pytest.approx({i: expected[i] for i in shown}, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("stage", "flag"),
     [("dpo", "loss_type ipo"), ("dpo", "loss_weights 2"), ("grpo", "advantages none")],
