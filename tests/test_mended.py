@@ -62,6 +62,42 @@ MENDED = (
         "Under LoRA a reference that scored first took the gradients from the policy.",
         "model/test_lora.py::test_a_reference_that_was_asked_first_leaves_gradients_to_the_policy",
     ),
+    (
+        "LoRA left the experts of a mixture without adapters, and said nothing.",
+        "model/test_lora.py::test_experts_have_no_adapter_and_the_run_says_so",
+    ),
+    (
+        "A reward model read rows by the ids of the policy, or of the first reward model.",
+        "rewards/test_rewards.py::test_a_judge_reads_pairs_by_its_own_tokenizer_whichever_comes_first",
+    ),
+    (
+        "Every policy of an evaluation read conversations by the first one's template.",
+        "text/test_differences.py::test_what_another_template_writes",
+    ),
+    (
+        "Added tokens of two tokenizers were not compared.",
+        "text/test_differences.py::test_other_ids_of_a_row_are_a_difference_either_way",
+    ),
+    (
+        "A reward model's template that refuses a system turn was found after the first rollout.",
+        "rewards/test_rewards.py::test_conversations_that_a_judge_cannot_render_are_found_before_it_is_loaded",
+    ),
+    (
+        "A reward model whose config says no number of labels was refused.",
+        "rewards/test_rewards.py::test_a_config_that_says_no_number_of_labels_leaves_it_to_the_head",
+    ),
+    (
+        "What another tool saved in a model's config.json changed what a forward pass returned.",
+        "model/test_folders_of_others.py::test_what_other_tools_leave_in_a_config_changes_no_score",
+    ),
+    (
+        "A published config.json, given as a file, was refused.",
+        "model/test_folders_of_others.py::test_a_config_means_the_same_as_a_file_and_in_a_folder",
+    ),
+    (
+        "A weight of NaN was called a fault of the padding.",
+        "model/test_models.py::test_weights_that_are_no_finite_numbers_are_refused_by_name",
+    ),
     # rows
     (
         "Splitting off a prompt took a time that was quadratic in its white space.",
@@ -78,6 +114,38 @@ MENDED = (
     (
         "A reward model with another template read a conversation by the policy's.",
         "text/test_chat.py::test_a_judge_with_another_template_reads_messages_by_its_own",
+    ),
+    (
+        "The question was cut from a prompt in a script without spaces.",
+        "text/test_rows.py::test_a_missing_prompt_is_the_shared_prefix",
+    ),
+    (
+        "The search for a shared prompt took a time that was quadratic in its words.",
+        "text/test_rows.py::test_the_search_for_a_prompt_reads_a_text_once",
+    ),
+    (
+        "Answers of Json columns were trained with their quotes.",
+        "text/test_rows.py::test_chats_of_a_json_file_are_those_of_every_form_that_datasets_writes",
+    ),
+    (
+        "Sampled pairs of conversations got a bos that the policy had not seen.",
+        "experiments/test_pairs.py::test_training_on_pairs_reads_the_tokens_that_were_sampled",
+    ),
+    (
+        "The end of one sampled prompt was put behind every typed one.",
+        "experiments/test_typed_prompts.py::test_a_header_and_a_cue_are_what_nearly_all_prompts_share",
+    ),
+    (
+        "Texts were trained without the model's chat template, and nothing said so.",
+        "text/test_chat.py::test_a_template_that_rows_of_text_do_not_use_is_noted_once",
+    ),
+    (
+        "One identical pair of many refused the data set.",
+        "test_data.py::test_a_single_identical_pair_is_dropped_and_counted",
+    ),
+    (
+        "Half of a surrogate pair ended the writer of a run's lines.",
+        "record/test_jsonl.py::test_any_text_is_written_and_read_again",
     ),
     # rewards and advantages
     (
@@ -119,6 +187,22 @@ MENDED = (
     (
         "Sampled pairs lost the stop that training does not append to a text.",
         "experiments/test_pairs.py::test_a_text_keeps_the_stop_that_training_does_not_append",
+    ),
+    (
+        "A loss or advantages that compare a row with the others of its batch were taken.",
+        "objectives/test_objectives.py::test_a_broken_objective_is_refused_in_a_sentence",
+    ),
+    (
+        "A user's objective that raised lost every step since the last checkpoint.",
+        "checkpoint/test_faults.py::test_an_objective_that_raises_in_a_step_costs_none",
+    ),
+    (
+        "One setting of an objective on the command line set the recipe's others back.",
+        "objectives/test_objectives.py::test_objective_args_of_a_command_line_leave_the_recipe_s_others",
+    ),
+    (
+        "Flags that are not finite trained and exported infinite weights.",
+        "config/test_config.py::test_a_number_that_is_not_finite_is_refused_for_every_flag",
     ),
     # long runs
     (
@@ -173,6 +257,46 @@ MENDED = (
     (
         "A secret in the environment was written into a run's files.",
         "house/test_security.py::test_no_secret_of_the_environment_is_written_or_printed",
+    ),
+    (
+        "A long run without --save_steps lost everything at a kill.",
+        "checkpoint/test_save_minutes.py::test_a_kill_costs_half_an_hour_at_most",
+    ),
+    (
+        "A step of minutes began without a sign of life.",
+        "test_run.py::test_a_run_says_once_what_a_step_takes",
+    ),
+    (
+        "A finished run that went on lost its last evaluation.",
+        "checkpoint/test_faults.py::test_a_finished_run_that_goes_on_keeps_its_last_evaluation",
+    ),
+    (
+        "A job resumed by the restart count of the job that had submitted it.",
+        "checkpoint/test_checkpoint.py::test_a_restart_counts_only_where_this_job_wrote_last",
+    ),
+    (
+        "A full temporary folder ended in a traceback.",
+        "shutdown/test_failures.py::test_a_disk_without_room_ends_a_command_in_a_sentence",
+    ),
+    (
+        "WANDB_RUN_ID was overruled.",
+        "record/test_metrics.py::test_what_the_environment_sets_of_wandb_is_not_overruled",
+    ),
+    (
+        "The records of another tool in the output folder were emptied.",
+        "checkpoint/test_checkpoint.py::test_records_of_another_tool_are_not_cut",
+    ),
+    (
+        "A variant of a sweep without Latin letters took the folder of its base run.",
+        "experiments/runs/test_sweep.py::test_runs_of_other_variants_have_other_folders",
+    ),
+    (
+        "A requirements file that moved named a file that is not there.",
+        "house/test_commands.py::test_a_requirements_file_names_files_and_packages",
+    ),
+    (
+        "A config.yaml of another trainer next to a model was read as a run's.",
+        "evaluation/test_comparison.py::test_what_another_tool_left_next_to_a_model_makes_it_no_run_s",
     ),
     # evaluation and reports
     (
