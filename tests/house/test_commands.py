@@ -174,7 +174,7 @@ def test_every_install_step_of_make_has_its_files():
 
 
 @pytest.mark.registry
-@pytest.mark.parametrize("step", install_steps())
+@pytest.mark.parametrize("step", install_steps(), ids=lambda step: step.partition("/bin/")[0])
 def test_the_registry_serves_every_install_step(step, tmp_path):
     """A dry run, under the constraints of the lock as the Makefile writes them."""
     words = install_steps()[step]
