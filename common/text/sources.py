@@ -124,12 +124,15 @@ def split_names(dataset_name: str, config: str = "") -> list[str]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of rows in a folder and its subfolder `data`, in order."""
+    """The files of rows in a folder and its subfolder `data`, in order.
+
+    What `datasets` saves about a data set, in `dataset_info.json` or `dataset_infos.json`, is none.
+    """
     return sorted(
         file
         for directory in (folder, folder / "data")
         for file in (directory.iterdir() if directory.is_dir() else ())
-        if file.name.endswith(SUFFIXES)
+        if file.name.endswith(SUFFIXES) and not file.name.startswith("dataset_info")
     )
 
 
@@ -281,7 +284,8 @@ def is_reachable() -> bool:
 
 def is_saved(folder: str | Path) -> bool:
     """Whether `save_to_disk` has written a folder: of several splits, or of one, named `train`."""
-    return any(Path(folder, name).is_file() for name in ("dataset_dict.json", "state.json"))
+    is_one = all(Path(folder, name).is_file() for name in ("state.json", "dataset_info.json"))
+    return is_one or Path(folder, "dataset_dict.json").is_file()
 
 
 def saved_splits(folder: str) -> dict[str, Any]:

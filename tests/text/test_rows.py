@@ -297,6 +297,17 @@ def test_a_run_without_a_held_out_split_names_those_that_are_there(tmp_path, cap
     assert len(load_splits(named, "sft", tiny.vocabulary())[1]) == len(SFT)
 
 
+def test_files_that_are_no_rows_make_no_split_and_no_saved_folder(tmp_path):
+    """What `datasets` keeps about a data set, and another tool's state."""
+    folder = write_splits(tmp_path / "rows", "train", "eval")
+    for name in ("dataset_infos.json", "dataset_info.json"):
+        (tmp_path / "rows" / name).write_text("{}")
+    assert sources.split_names(folder) == ["eval", "train"]
+    (tmp_path / "rows" / "dataset_info.json").unlink()
+    (tmp_path / "rows" / "state.json").write_text("{}")
+    assert load_rows(folder, "train", kind="sft") == SFT
+
+
 def test_shards_and_hub_ids_have_names_of_splits_too(tmp_path, monkeypatch):
     for i in range(2):
         write_parquet(tmp_path / "data" / f"dev-0000{i}-of-00002-ab12.parquet", SFT)
