@@ -48,9 +48,12 @@ def of_leading(tokenizer: Any, other: Any) -> str:
 def of_tables(tokenizer: Any, other: Any) -> str:
     """A token with two ids, an id with two tokens, or a token that only one has.
 
-    Either may lack tokens that were added to the other, as a base lacks those of chats.
+    Either may lack tokens that were added to the other, as a base lacks those of chats. Pad tokens
+    are not compared: no model reads them.
     """
-    table, others = tokenizer.get_vocab(), other.get_vocab()
+    both = tokenizer, other
+    unread = {t.pad_token for t in both} - {t.eos_token for t in both}
+    table, others = ({k: i for k, i in t.get_vocab().items() if k not in unread} for t in both)
     moved = [token for token, i in table.items() if others.get(token, i) != i]
     if moved:
         token = min(moved, key=table.__getitem__)

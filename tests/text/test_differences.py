@@ -33,6 +33,13 @@ def with_tokens(*tokens):
     return tokenizer
 
 
+def with_pad(token):
+    """The tokenizer with a pad token that was added."""
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    tokenizer.add_special_tokens({"pad_token": token})
+    return tokenizer
+
+
 def with_part(name, part):
     """The tokenizer with another part."""
     tokenizer = copy.deepcopy(tiny.tokenizer())
@@ -78,6 +85,8 @@ SAME = {
         lambda: with_tokens(*MARKS),
     ),
     "another pad": (tiny.tokenizer, lambda: with_tokens("<|pad|>")),
+    "another name of the pad": (lambda: with_pad("[PAD]"), lambda: with_pad("<pad>")),
+    "a mark at the pad's id": (lambda: with_pad("[PAD]"), lambda: with_tokens(*MARKS)),
     "another template": (
         tiny.tokenizer,
         lambda: tiny.with_template(tiny.tokenizer(), tiny.TURNS),
