@@ -39,7 +39,8 @@ class RewardModelFunction:
         self.policy_tokenizer = policy_tokenizer
         both = policy_tokenizer, self.tokenizer
         has_all = policy_tokenizer.get_vocab().keys() <= self.tokenizer.get_vocab().keys()
-        is_same = has_all and not (differences.of_tables(*both) or differences.of_texts(*both))
+        of_text = (differences.of_tables, differences.of_words, differences.of_texts)
+        is_same = has_all and not any(of(*both) for of in of_text)
         # Whether the policy's ids are read as they are: of a text, of a conversation
         self.same_ids = is_same and not differences.of_leading(*both)
         template = self.tokenizer.chat_template

@@ -80,6 +80,17 @@ def of_texts(tokenizer: Any, other: Any) -> str:
     return _of_text((*TEXTS, *tokens), tokenizer, other)
 
 
+def of_words(tokenizer: Any, other: Any) -> str:
+    """A word that was added to the other alone, and so is one of its tokens in any text.
+
+    Special tokens are in no text; models that read the first one's ids do without both.
+    """
+    table, added = tokenizer.get_vocab(), other.added_tokens_decoder.values()
+    words = (token.content for token in added if not token.special)
+    word = next((word for word in words if word not in table), "")
+    return f"only one of them has the token {word!r}" if word else ""
+
+
 def of_marks(tokenizer: Any, other: Any) -> str:
     """A text around a special token, as a conversation has it, of which they make other ids."""
     tokens = tokenizer.get_added_vocab().keys() & other.get_added_vocab().keys()

@@ -21,7 +21,7 @@ import pytest
 import tiny
 import torch
 from ranks import launch
-from tokenizers import normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
 from common import distributed
@@ -630,6 +630,19 @@ def test_a_judge_without_tokens_of_the_policy_never_gets_their_ids(tmp_path, tem
     (function,) = tiny.reward_functions([folder], of=policy, **SHORT).reward_models.values()
     assert not function.reads_ids(is_chat=False)
     assert not function.reads_ids(is_chat=True)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_a_judge_with_a_word_that_the_policy_lacks_reads_texts_by_its_own(tmp_path, is_special):
+    """A special token is in no text."""
+    judge = copy.deepcopy(tiny.tokenizer())
+    judge.add_tokens([AddedToken("hello", special=is_special)])
+    lm = tiny.classifier("llama", vocab_size=301, is_plain=True, pad_id=1)
+    folder = tiny.save(lm, tmp_path / "judge", judge)
+    scorer = tiny.reward_functions([folder], of=tiny.tokenizer(), **SHORT)
+    (function,) = scorer.reward_models.values()
+    assert function.reads_ids(is_chat=False) is is_special
+    assert function.reads_ids(is_chat=True) is is_special
 
 
 def test_conversations_that_a_judge_cannot_render_are_found_before_it_is_loaded(tmp_path):
