@@ -5,13 +5,13 @@ Each function returns a clause for a sentence, empty where there is no differenc
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.text.chat import TurnEnd, as_raw, one_of_each_form, render
 from common.text.example import Example
-from common.text.schemas import content
 from common.text.tokenise import encode, leading_ids
 
 # Texts that tokenizers split or normalise differently: words, numbers, white space, accents,
@@ -114,6 +114,9 @@ def _ids(text: str, tokenizer: Any) -> list[int] | None:
 # ---- chat templates ------------------------------------------------------------------------------
 
 
+QUESTION = "A first question?"
+
+
 class ChatDifference(NamedTuple):
     """How another tokenizer reads conversations."""
 
@@ -161,16 +164,13 @@ def _of_conversation(example: Example, tokenizer: Any, other: Any) -> ChatDiffer
         return None
     start = len(commonprefix([text, others]))
     clause = f"it writes {others[start : start + 40]!r}, not {text[start : start + 40]!r}, {where}"
-    first = content(example.messages[0]).strip() or text  # all of it where there is no text
-    is_opening = (
-        first in text and first in others and _behind(first, text) == _behind(first, others)
+    asked = {**example.messages[0], "content": QUESTION}  # words that no opening has
+    marked = replace(example, messages=[asked, *example.messages[1:]])
+    opening, other_opening = (
+        written(marked, each).partition(QUESTION)[0] for each in (tokenizer, other)
     )
+    is_opening = text[len(opening) :] == others[len(other_opening) :] != ""
     return ChatDifference("chat template", clause, is_opening)
-
-
-def _behind(first: str, text: str) -> str:
-    """What follows a text in another."""
-    return text.partition(first)[2]
 
 
 def written(example: Example, tokenizer: Any) -> str:

@@ -221,6 +221,25 @@ def test_what_another_template_writes(template, turns, clause, is_opening):
     assert difference.is_opening is is_opening
 
 
+@pytest.mark.parametrize("words", ["You", "s", "im_start", "assistant", ""])
+def test_words_that_an_opening_has_too_do_not_hide_that_only_it_differs(words):
+    chatml = tiny.chatml_tokenizer()
+    other = tiny.with_template(chatml, QWEN + tiny.CHATML)
+    difference = differences.of_conversations([chat(USER | {"content": words})], chatml, other)
+    assert difference is not None
+    assert difference.is_opening
+
+
+def test_a_template_that_cuts_white_space_changes_more_than_the_opening():
+    chatml = tiny.chatml_tokenizer()
+    other = tiny.with_template(chatml, tiny.CHATML.replace("m.content", "m.content | trim"))
+    assert differences.of_conversations([chat(USER)], chatml, other) is None
+    spaced = chat(USER | {"content": " a question "})
+    difference = differences.of_conversations([spaced], chatml, other)
+    assert difference is not None
+    assert not difference.is_opening
+
+
 @pytest.mark.parametrize(
     ("template", "turns"),
     [
