@@ -69,9 +69,8 @@ class Run:
         self.checkpointer = Checkpointer(
             config, module, self.optimizer, self.metrics, moving_reference, settings
         )
-        self.step = self.checkpointer.load(
-            resume_from, self.total_steps
-        )  # the current one, counted from 0
+        # The current one, counted from 0
+        self.step = self.checkpointer.load(resume_from, self.total_steps)
         lm: Any = module.lm
         commit = getattr(lm.config, "_commit_hash", None)  # of a model of the hub
         self.logger = RunLogger(config, self.total_steps, self.step, commit)
