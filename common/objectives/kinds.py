@@ -124,17 +124,17 @@ class PolicyObjective(Objective):
         """Call it on tiny batches; raise a UserError, or warn, if what it returns is no loss."""
         if [f.name for f in self.functions if "loss" not in f.inputs] != [self.functions[0].name]:
             raise self.refused("must be an objective, and behind it functions that take its loss")
-        batch, others = probe.tokens()
+        batch, *others = probe.tokens()
         mask, is_real = batch["mask"], batch["mask"].any(1)  # (B, C), (B,)
-        with checking(self, batch, others):
+        with checking(self, batch, *others):
             of_row = self.seen(probe.row_of(batch), has_slope=False)
-            seen, among = self.seen(batch), self.seen(others)
-        refuse_no_loss(self, {name: values[is_real] for name, values in seen.items()}, among)
+            seen, *among = map(self.seen, (batch, *others))
+        refuse_no_loss(self, {name: values[is_real] for name, values in seen.items()}, among[0])
         if seen["loss"][~mask].nan_to_num().any():
             raise self.refused("returns a loss that is not 0 where the mask is False")
         if seen["slope"][~mask].nan_to_num().any():
             raise self.refused("depends on tokens where the mask is False")
-        if not probe.is_by_row(seen, among, of_row):
+        if not all(probe.is_by_row(seen, each, of_row) for each in among):
             reason = "makes the loss or a metric of a completion depend on other completions"
             if not probe.is_same(self.seen(probe.moved_outside(batch))["loss"], seen["loss"]):
                 reason = "depends on tokens where the mask is False"
@@ -202,12 +202,12 @@ class PreferenceLoss(Objective):
         """Call each function on pairs; raise a UserError, or warn, if it returns no loss."""
         for function in self.functions:
             one = PreferenceLoss([function])
-            batch, others = probe.pairs()
-            with checking(one, batch, others):
+            batch, *others = probe.pairs()
+            with checking(one, batch, *others):
                 of_row = one.seen(probe.row_of(batch), has_slope=False)
-                seen, among = one.seen(batch), one.seen(others)
-            refuse_no_loss(one, seen, among)
-            if not probe.is_by_row(seen, among, of_row):
+                seen, *among = map(one.seen, (batch, *others))
+            refuse_no_loss(one, seen, among[0])
+            if not all(probe.is_by_row(seen, each, of_row) for each in among):
                 reason = "makes the loss of a pair depend on other pairs"
                 raise one.refused(probe.unless_random(reason, seen, one.seen(batch)))
             slope = seen["slope"][1:4:2]  # of pairs that the policy does not prefer
@@ -271,18 +271,18 @@ class Advantages(Objective):
         if {"rewards", "rewards_by_function"} <= {*self.functions[0].inputs}:
             raise self.refused("takes both rewards, a weighted sum, and rewards_by_function")
         number = num_functions if self.takes_each_function else 1
-        batch, others = probe.groups(num_generations, number, self.min_reward)
-        with checking(self, batch, others):
+        batch, *others = probe.groups(num_generations, number, self.min_reward)
+        with checking(self, batch, *others):
             of_row = self.seen(probe.row_of(batch))
-            seen, among = self.seen(batch), self.seen(others)
+            seen, *among = map(self.seen, (batch, *others))
         advantages = seen["advantages"]
         if (
             not advantages.isfinite().all()
-            or not among["advantages"][probe.OBSERVED].isfinite().all()
+            or not among[0]["advantages"][probe.OBSERVED].isfinite().all()
         ):
             raise self.refused("returns advantages that are not finite, as of equal rewards")
         is_global = "all_reduce" in self.functions[0].inputs
-        if not is_global and not probe.is_by_row(seen, among, of_row):
+        if not is_global and not all(probe.is_by_row(seen, each, of_row) for each in among):
             reason = (
                 "depends on other groups, of which each process has its share: sum over processes"
             )

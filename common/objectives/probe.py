@@ -1,8 +1,9 @@
 """Tiny batches that objectives are checked on, and whether a row depends on itself alone.
 
-A batch has 7 rows, in the first dimension of its tensors. Rows 1, 3 and 5 are observed; a second
-batch has them again, and others before them, between and behind: with larger and smaller values,
-other signs, other lengths and counts.
+A batch has 7 rows, in the first dimension of its tensors. Rows 1, 3 and 5 are observed; further
+batches have them again, and others before them, between and behind: in the second with larger and
+smaller values, other signs, other lengths and counts; in the last two all above the observed rows,
+and all below them, so that these are the first and the last in any order.
 """
 
 import torch
@@ -17,11 +18,11 @@ ALONE = slice(5, 6)
 ROUNDING = 2.0**-16
 
 
-def tokens() -> tuple[Batch, Batch]:
-    """Two batches of tokens, (7, 4): ratios on both sides of 1, log-probs below 0.
+def tokens() -> list[Batch]:
+    """Batches of tokens, (7, 4): ratios on both sides of 1, log-probs below 0.
 
     Row 1 has ratios of 1 and advantage 1. Row 6 of the first has no token, as rows that only keep
-    ranks in step. The second has other values where the mask is False, too.
+    ranks in step. The others have other values where the mask is False, too.
     """
     batches = []
     for seed, scales, lengths, advantages in (
@@ -36,8 +37,13 @@ def tokens() -> tuple[Batch, Batch]:
         batch = {name: torch.tensor(scales)[:, None] * batch[name] for name in batch}
         batch["advantages"] = torch.tensor(advantages)[:, None].repeat(1, 4)
         batches.append(batch | {"mask": torch.arange(4) < torch.tensor(lengths)[:, None]})
-    first, second = batches
-    return first, moved_outside(among_others(first, second))
+    for scale, ratio, advantage, length in ((0.01, 4.0, 20.0, 4), (8.0, -4.0, -20.0, 1)):
+        logps = scale * batches[0]["logps"]
+        batch = {"logps": logps, "old_logps": logps - ratio, "sampled_logps": logps - ratio}
+        batch["advantages"] = torch.full_like(logps, advantage)
+        batches.append(batch | {"mask": (torch.arange(4) < length).repeat(7, 1)})
+    first, *others = batches
+    return [first, *(moved_outside(among_others(first, batch)) for batch in others)]
 
 
 def moved_outside(batch: Batch) -> Batch:
@@ -46,8 +52,8 @@ def moved_outside(batch: Batch) -> Batch:
     return {n: v if n == "mask" else v.where(mask, v - 0.4) for n, v in batch.items()}
 
 
-def pairs() -> tuple[Batch, Batch]:
-    """Two batches of pairs, (7, 2), whose log-probs are sums, with margins of both signs.
+def pairs() -> list[Batch]:
+    """Batches of pairs, (7, 2), whose log-probs are sums, with margins of both signs.
 
     In row 1 policy and reference are equal, as before the first step; in row 3 the policy prefers
     the rejected completion.
@@ -68,23 +74,34 @@ def pairs() -> tuple[Batch, Batch]:
         logps = ref_logps + torch.tensor([chosen, rejected]).T
         batch = {"logps": logps, "ref_logps": ref_logps, "lengths": torch.tensor(lengths)}
         batches.append(batch)
-    return batches[0], among_others(*batches)
+    for logps_of_row, length in (([-1.0, -60.0], 40), ([-60.0, -1.0], 1)):
+        extreme = {"logps": torch.tensor([logps_of_row] * 7), "ref_logps": torch.full((7, 2), -30.0)}
+        batches.append(extreme | {"lengths": torch.full((7, 2), length)})
+    first, *others = batches
+    return [first, *(among_others(first, batch) for batch in others)]
 
 
-def groups(num_generations: int, num_functions: int, least: float) -> tuple[Batch, Batch]:
-    """Two batches of rewards (7, F, G), at least that, the same by every function.
+def groups(num_generations: int, num_functions: int, least: float) -> list[Batch]:
+    """Batches of rewards (7, F, G), at least that, the same by every function.
 
-    In group 1 they rise, in group 3 they are equal. Some groups of the second do not count.
+    In group 1 they rise, in group 3 they are equal. Of two batches some groups do not count.
     """
     first = uniform(-2.0, 1.0, num_generations, seed=0)
     first[1], first[3] = torch.arange(num_generations) ** 2.0, 1.0
+    first = first if least == -torch.inf else least + first.abs()
     scales = torch.tensor([5.0, 1, -0.3, 1, -40, 1, 0])
     batches = []
-    for rewards, is_counted in ((first, scales < 10), (scales[:, None] * first - 0.5, scales > 0)):
-        rewards = rewards if least == -torch.inf else least + rewards.abs()
+    for rewards, is_counted in (
+        (first, scales < 10),
+        (scales[:, None] * first - 0.5, scales > 0),
+        (first + 100, scales < 10),
+        (first - 100, scales < 10),
+    ):
+        rewards = rewards.clamp(min=least)
         rewards = rewards[:, None].repeat(1, num_functions, 1)
         batches.append({"rewards": rewards, "counted": is_counted})
-    return batches[0], among_others(*batches)
+    observed, *others = batches
+    return [observed, *(among_others(observed, batch) for batch in others)]
 
 
 def uniform(low: float, high: float, num_columns: int, seed: int) -> Tensor:
@@ -126,7 +143,8 @@ def with_slopes(loss: Tensor, logps: Tensor) -> Batch:
 
 def is_by_row(seen: Batch, among: Batch, of_row: Batch) -> bool:
     """Whether values of observed rows are the same among others, and those of row 5 alone."""
-    if any(each["slope of observed"][OTHERS].any() for each in (seen, among) if "slope" in each):
+    slopes = [each["slope of observed"] for each in (seen, among) if "slope" in each]
+    if any(slope[OTHERS].nan_to_num(0.0).any() for slope in slopes):  # 0 times infinity is NaN
         return False
     names = [name for name in seen if name in among]
     pairs = [(seen[name][OBSERVED], among[name][OBSERVED]) for name in names]
@@ -139,8 +157,10 @@ def is_by_row(seen: Batch, among: Batch, of_row: Batch) -> bool:
 def is_same(values: Tensor, others: Tensor) -> bool:
     """Whether two tensors are equal up to rounding."""
     values, others = values.detach().double(), others.detach().double()
-    smallest = ROUNDING * min(1.0, float(values.abs().max())) if values.numel() else 0.0
-    return torch.allclose(values, others, rtol=ROUNDING, atol=smallest)
+    smallest = (
+        ROUNDING * min(1.0, float(values.nan_to_num().abs().max())) if values.numel() else 0.0
+    )
+    return torch.allclose(values, others, rtol=ROUNDING, atol=smallest, equal_nan=True)
 
 
 def unless_random(reason: str, seen: Batch, again: Batch) -> str:

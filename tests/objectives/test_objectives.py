@@ -177,6 +177,8 @@ BROKEN = {
     f"return {CLIPPED} * (1 + (logps - old_logps > 0.2)[mask].sum())": ON_OTHERS,
     f"return {CLIPPED} + mask * (logps - logps.detach()) * logps[mask].mean().detach()": ON_OTHERS,
     f"return {CLIPPED}, {{'x': advantages[mask].mean().expand_as(mask)}}": ON_OTHERS,
+    f"return {CLIPPED} * (logps <= logps.detach()[mask].median())": ON_OTHERS,
+    f"return {CLIPPED} * (1 + (((logps - old_logps).exp() * mask).max() > 20).int())": ON_OTHERS,
     f"return {CLIPPED} * torch.rand(())": "other values for the same inputs",
     f"advantages.clamp_(-9, 9); return {CLIPPED}": IN_PLACE,
     f"advantages.numpy()[:] = 1; return {CLIPPED}": "changes its inputs in place",
@@ -250,6 +252,11 @@ BROKEN_REFERENCED = {
     f"return {LOSS} + 0.01 * ref_chosen_logps.mean()": ON_PAIRS,
     f"return {LOSS} + chosen_logps.max()": ON_PAIRS,
     f"return {LOSS}.roll(1)": ON_PAIRS,
+    f"return {LOSS} * ({LOSS} >= {LOSS}.max())": ON_PAIRS,
+    f"return {LOSS} * ({MARGIN} <= {MARGIN}.detach().quantile(0.95))": ON_PAIRS,
+    f"return {LOSS} / {MARGIN}.detach().abs().max().clamp(min=20)": ON_PAIRS,
+    f"return {LOSS} * (1 + ({MARGIN}.mean() < -5).int())": ON_PAIRS,
+    f"return {LOSS} * (chosen_lengths <= 2 * chosen_lengths.float().mean())": ON_PAIRS,
     f"return {LOSS}.cumsum(0)": ON_PAIRS,
     f"return {LOSS}[:, None]": "of the shape (N,) of chosen_logps: it has the shape (1, 1)",
     f"return {LOSS}.detach().numpy()": "it has the type ndarray",
@@ -271,6 +278,9 @@ BROKEN_ADVANTAGES = {
     "return rewards - rewards.min()": "depends on other groups",
     "return (rewards - rewards.mean(1, keepdim=True)) / len(rewards)": "depends on other groups",
     "return rewards - rewards.median()": "depends on other groups",
+    "m = rewards.mean(1, keepdim=True); return (rewards - m) * (m <= m.quantile(0.9))": (
+        "depends on other groups"
+    ),
     "return rewards * (rewards.std(1) > 0).sum()": "depends on other groups",
     "return torch.rand(rewards.shape)": "other values for the same inputs",
     "return rewards.numpy()": "they have the type ndarray",
@@ -321,8 +331,15 @@ def test_an_objective_whose_rows_are_apart_is_taken(tmp_path, capsys, kind, sign
     assert capsys.readouterr().out == ""
 
 
-def test_a_completion_without_tokens_may_not_give_nan(tmp_path, capsys):
-    body = f"return {CLIPPED} / mask.sum(1, keepdim=True)"
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"return {CLIPPED} / mask.sum(1, keepdim=True)",
+        "n = mask.sum(1, keepdim=True); r = ((logps - old_logps) * mask).sum(1, keepdim=True) / n; "
+        "return -r.exp() * advantages * mask",
+    ],
+)
+def test_a_completion_without_tokens_may_not_give_nan(tmp_path, capsys, body):
     PolicyObjective.find([write(tmp_path, body)]).check()
     assert "is not finite for a completion without tokens" in capsys.readouterr().out
 
