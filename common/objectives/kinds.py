@@ -281,8 +281,13 @@ class Advantages(Objective):
             or not among[0]["advantages"][probe.OBSERVED].isfinite().all()
         ):
             raise self.refused("returns advantages that are not finite, as of equal rewards")
-        is_global = "all_reduce" in self.functions[0].inputs
-        if not is_global and not all(probe.is_by_row(seen, each, of_row) for each in among):
+        if "all_reduce" in self.functions[0].inputs:
+            is_apart = probe.is_same(
+                probe.on_two_ranks(lambda *half: self.seen(*half)["advantages"], batch), advantages
+            )
+        else:
+            is_apart = all(probe.is_by_row(seen, each, of_row) for each in among)
+        if not is_apart:
             reason = (
                 "depends on other groups, of which each process has its share: sum over processes"
             )
@@ -294,7 +299,10 @@ class Advantages(Objective):
         if advantages[3].any():
             warn(self, "gives completions of equal rewards other advantages than 0")
 
-    def seen(self, batch: probe.Batch) -> dict[str, Tensor]:
+    def seen(
+        self, batch: probe.Batch, all_reduce: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """The advantages of a batch's groups."""
         rewards = batch["rewards"].transpose(0, 1).contiguous()  # (F, N, G)
-        return {"advantages": self(rewards, [1.0] * len(rewards), batch["counted"])}
+        values = self(rewards, [1.0] * len(rewards), batch["counted"], all_reduce)
+        return {"advantages": values}

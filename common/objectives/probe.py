@@ -6,6 +6,9 @@ smaller values, other signs, other lengths and counts; in the last two all above
 and all below them, so that these are the first and the last in any order.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,9 +16,11 @@ Batch = dict[str, Tensor]
 OBSERVED = slice(1, None, 2)
 OTHERS = slice(0, None, 2)
 ALONE = slice(5, 6)
+HALF, REST = slice(0, 4), slice(4, None)
 # A row alone goes through other code of a kernel than one among others: each rounds to some units
 # of float32, 2^-24, which a handful of operations adds up, and a difference of numbers enlarges.
 ROUNDING = 2.0**-16
+MOST_SUMS = 8  # over the ranks, in a call
 
 
 def tokens() -> list[Batch]:
@@ -169,3 +174,29 @@ def unless_random(reason: str, seen: Batch, again: Batch) -> str:
     return (
         "returns other values for the same inputs when it is called again" if is_random else reason
     )
+
+
+def on_two_ranks(
+    function: Callable[[Batch, Callable[[Tensor], Tensor]], Tensor], batch: Batch
+) -> Tensor:
+    """The joined results of a function that is called on the halves of a batch.
+
+    Its second argument sums over both ranks. They are called in turn, again and again: with each
+    round one sum more is that of both, as what one rank adds follows from the sums before.
+    """
+    halves = [{name: values[rows] for name, values in batch.items()} for rows in (HALF, REST)]
+    results: list[Tensor] = []
+    before: list[list[Tensor]] = [[], []]  # what each rank added to the sums, a round ago
+    for _ in range(MOST_SUMS + 1):
+        added: list[list[Tensor]] = [[], []]
+
+        def all_reduce(values: Tensor, mine: list[Tensor], others: list[Tensor]) -> Tensor:
+            mine.append(values.clone())
+            return values + others[len(mine) - 1] if len(mine) <= len(others) else values
+
+        results = [
+            function(half, partial(all_reduce, mine=added[rank], others=before[1 - rank]))
+            for rank, half in enumerate(halves)
+        ]
+        before = added
+    return torch.cat(results)

@@ -289,10 +289,17 @@ BROKEN_ADVANTAGES = {
     "x = rewards.numpy(); x -= 1; return torch.tensor(x)": "changes its inputs in place",
     "raise ValueError('no such scale')": "cannot be computed: no such scale",
 }
+BROKEN_GLOBAL = {
+    "return rewards - rewards.mean()": "sum over processes by all_reduce",
+    "return rewards - all_reduce(rewards.mean())": "sum over processes by all_reduce",
+    "m = all_reduce(rewards.sum()) / all_reduce(torch.tensor(1.0 * rewards.numel())); "
+    "return (rewards - m) / rewards.std()": "sum over processes by all_reduce",
+}
 BROKEN_KINDS = [(PolicyObjective, TOKENS, *item) for item in BROKEN.items()]
 BROKEN_KINDS += [(PreferenceLoss, PAIRS, *item) for item in BROKEN_PAIRS.items()]
 BROKEN_KINDS += [(PreferenceLoss, REFERENCED, *item) for item in BROKEN_REFERENCED.items()]
 BROKEN_KINDS += [(Advantages, "rewards", *item) for item in BROKEN_ADVANTAGES.items()]
+BROKEN_KINDS += [(Advantages, "rewards, all_reduce", *item) for item in BROKEN_GLOBAL.items()]
 
 
 @pytest.mark.parametrize(("kind", "signature", "body", "message"), BROKEN_KINDS)
@@ -323,6 +330,14 @@ GOOD = [
         "return (rewards - rewards.mean(1, keepdim=True)) * counted[:, None]",
     ),
 ]
+
+
+def test_advantages_that_sum_over_the_processes_are_taken(tmp_path):
+    body = (
+        "n = all_reduce(torch.tensor(1.0 * rewards.numel())); m = all_reduce(rewards.sum()) / n; "
+        "return (rewards - m) / (all_reduce(((rewards - m) ** 2).sum()) / n) ** 0.5"
+    )
+    Advantages.find([write(tmp_path, body, "rewards, all_reduce")]).check()
 
 
 @pytest.mark.parametrize(("kind", "signature", "body"), GOOD)
