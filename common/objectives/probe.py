@@ -80,7 +80,10 @@ def pairs() -> list[Batch]:
         batch = {"logps": logps, "ref_logps": ref_logps, "lengths": torch.tensor(lengths)}
         batches.append(batch)
     for logps_of_row, length in (([-1.0, -60.0], 40), ([-60.0, -1.0], 1)):
-        extreme = {"logps": torch.tensor([logps_of_row] * 7), "ref_logps": torch.full((7, 2), -30.0)}
+        extreme = {
+            "logps": torch.tensor([logps_of_row] * 7),
+            "ref_logps": torch.full((7, 2), -30.0),
+        }
         batches.append(extreme | {"lengths": torch.full((7, 2), length)})
     first, *others = batches
     return [first, *(among_others(first, batch) for batch in others)]
