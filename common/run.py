@@ -53,6 +53,11 @@ class Run:
 
         self.config, self.module, self.order = config, module, order
         self.total_steps = order.total_steps(config)  # earlier starts of the run included
+        if 0 < self.total_steps <= config.warmup_steps:
+            distributed.print_rank0(
+                f"warning: the learning rate never reaches {config.learning_rate:g}: the run has "
+                f"{self.total_steps:,} steps and --warmup_steps is {config.warmup_steps:,}"
+            )
         self.shards_gradients = config.shard_gradients
         self.optimizer = optim.build_optimizer(module, config)
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps

@@ -70,6 +70,17 @@ WORK = r"a step has 4 rows, about [\d.,]+ tokens, [\d.e-]+ TFLOP"
 TAKES = r"about [\d.]+ m?s a step, [\d.]+ (s|min) for {}, 0\.\d+ GB"
 
 
+@pytest.mark.parametrize(("warmup_steps", "is_noted"), [(1, False), (2, True)])
+def test_a_warmup_that_is_not_over_in_the_run_is_noted(
+    warmup_steps: int, is_noted: bool, tmp_path: Path, tiny_gpt2: Path, capsys: Any
+) -> None:
+    flags = FLAGS | {"num_train_rows": 4, "batch_size": 2, "output_dir": str(tmp_path / "run")}
+    flags |= {"model_name_or_path": str(tiny_gpt2), "max_steps": 2, "warmup_steps": warmup_steps}
+    train_sft.main(SFTConfig(**flags))
+    noted = "warning: the learning rate never reaches" in capsys.readouterr().out
+    assert noted == is_noted
+
+
 @pytest.mark.parametrize("is_long", [False, True])
 def test_a_run_says_once_what_a_step_takes(
     is_long: bool, tmp_path: Path, tiny_gpt2: Path, capsys: Any, monkeypatch: Any

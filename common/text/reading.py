@@ -173,7 +173,7 @@ def has_pairs(config: CommonConfig, split: str) -> bool:
     if name == "synthetic":
         return True
     columns = next(sources.open_split(config, name, split)[1], {})
-    names = {old: new for new, old in config.renamed_columns.items()}
+    names = {old: new for new, old in sources.column_map_of(config, "preference").items()}
     has_one = not {"chosen", "rejected"}.isdisjoint(names.get(name, name) for name in columns)
     if not has_one:
         distributed.print_rank0(f"{name} has no columns chosen and rejected: prompts only")

@@ -263,7 +263,9 @@ def _fault(row: RawRow, kind: str) -> str:
         return fault
     if missing := [column for column in columns if column not in row]:
         there = ", ".join(map(repr, row)) or "none"
-        advice = f"--column_map {missing[0]}=NAME takes another one; {PAGE}"
+        is_pair = missing[0] == "completion" and "chosen" in row
+        other = "chosen takes those" if is_pair else "NAME takes another one"
+        advice = f"--column_map {missing[0]}={other}; {PAGE}"
         return f"column {missing[0]!r} is missing; the columns are {there}: {advice}"
     for column in columns:
         value = row[column]

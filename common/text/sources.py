@@ -14,7 +14,7 @@ from typing import Any
 from common import distributed
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist
-from common.text.schemas import RawRow
+from common.text.schemas import COMPLETION_COLUMNS, RawRow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 # Commits of what was read from the hub, by name; "" of a folder
@@ -54,7 +54,8 @@ def read_split(
     if not rows:
         raise UserError(f"{label} has no rows; at least one is needed.")
     may_lack = dataset_name != config.dataset_name
-    return label, rename_columns(rows, config, label, may_lack=may_lack)[: num_rows or None]
+    column_map = column_map_of(config, kind)
+    return label, rename_columns(rows, column_map, label, may_lack=may_lack)[: num_rows or None]
 
 
 def open_split(config: CommonConfig, dataset_name: str, split: str) -> tuple[str, Iterator[RawRow]]:
@@ -74,13 +75,25 @@ def open_split(config: CommonConfig, dataset_name: str, split: str) -> tuple[str
     return label, (row for table in tables for row in rows_of_table(table))
 
 
+def column_map_of(config: CommonConfig, kind: str) -> dict[str, str]:
+    """Old names of columns by new ones, as they concern rows of that kind.
+
+    `completion=chosen` is for SFT: pairs of the same run keep their column `chosen`.
+    """
+    columns, known = COMPLETION_COLUMNS[kind], {c for cs in COMPLETION_COLUMNS.values() for c in cs}
+    return {
+        new: old
+        for new, old in config.renamed_columns.items()
+        if old not in columns or new in columns or new not in known
+    }
+
+
 def rename_columns(
-    rows: list[RawRow], config: CommonConfig, label: str, *, may_lack: bool
+    rows: list[RawRow], column_map: dict[str, str], label: str, *, may_lack: bool
 ) -> list[RawRow]:
-    """Rename columns by `column_map`; a UserError for one that is missing or taken."""
-    if not config.column_map:
+    """Rename columns, old names by new ones; a UserError for one that is missing or taken."""
+    if not column_map:
         return rows
-    column_map = config.renamed_columns
     columns = dict.fromkeys(name for row in rows for name in row)
     for new, old in column_map.items():
         flag = f"--column_map has {new}={old}"

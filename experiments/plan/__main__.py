@@ -66,7 +66,7 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
         ),
         f"a step: {config.batch_size:,} rows, {tokens:,} tokens; TFLOP: {operations}; "
         f"all {format_number(sum(work.values()) / 1e12)}",
-        f"GB of a rank on {'a GPU' if run.on_gpu else 'a CPU'} when it holds most "
+        f"GB of a rank on a {'GPU (or --device cpu)' if run.on_gpu else 'CPU'} when it holds most "
         "(1 GB = 10^9 bytes):",
     ]
     width = line_width()

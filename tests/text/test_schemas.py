@@ -84,7 +84,7 @@ END = "<|im_end|>"
 QUESTION = f"<|im_start|>user\nWhat color is the sky?{END}\n<|im_start|>assistant\n"
 BRIEF = f"<|im_start|>system\nBe brief.{END}\n{QUESTION}"
 CALLED = f"{END}\n<|im_start|>tool\nblue{END}\n<|im_start|>assistant\n"
-CHOSEN = "--column_map completion=NAME takes another one; docs/data.md has"
+CHOSEN = "--column_map completion=chosen takes those; docs/data.md has"
 QUESTION_IS = "--column_map prompt=NAME takes another one; docs/data.md has"
 DOCS = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 # By the schema: what SFT, the stages with pairs, and GRPO read: a prompt with its completions, each
@@ -299,6 +299,15 @@ def test_columns_get_other_names(tmp_path, tokenizer):
     swapped = {"column_map": ["chosen=rejected", "rejected=chosen"]}
     (example,) = read(tmp_path, tokenizer, "preference", [PAIR], **swapped)
     assert texts(example, tokenizer) == ("The sky is", " green." + END, " blue." + END)
+
+
+def test_a_run_reads_pairs_as_such_and_their_chosen_answers_for_sft(tmp_path, tokenizer):
+    """As a reward model does whose `--sft_dataset_name` is its pairs."""
+    flags = {"column_map": ["completion=chosen"]}
+    (pair,) = read(tmp_path, tokenizer, "preference", [PAIR], **flags)
+    (row,) = read(tmp_path, tokenizer, "sft", [PAIR], **flags)
+    assert texts(pair, tokenizer) == ("The sky is", " blue." + END, " green." + END)
+    assert texts(row, tokenizer) == texts(pair, tokenizer)[:2]
 
 
 @pytest.mark.parametrize(
