@@ -199,7 +199,7 @@ def groups(rewards):
     fail_once()
     return rewards - rewards.mean(1, keepdim=True)
 """
-IN_CHECK = 3  # calls of an objective at start
+IN_CHECK = 5  # calls of an objective at start
 
 
 @pytest.mark.parametrize(

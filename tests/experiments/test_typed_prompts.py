@@ -158,8 +158,7 @@ def test_a_question_mark_draws_a_prompt_of_the_run(folders, printed, has_rows, t
             rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
         tiny.write_rows(tmp_path / str(i) / "test.jsonl", rows)
         name = tmp_path / str(i) if has_rows else "gone"
-        config = f"max_completion_length: 12\ndataset_name: {name}\n"
-        folder.with_name("config.yaml").write_text(config)
+        tiny.write_run_config(folder.parent, max_completion_length=12, dataset_name=str(name))
     for i, (first, second) in enumerate((folders, folders[::-1])):
         out = printed("?\n", first, "--compare", second, "--temperature", 0).out
         drawn = out.removeprefix("\nprompt: ").partition(f"[{first}]\n")[0]
