@@ -31,6 +31,8 @@ Hook = Callable[[int], None]  # evaluates, or shows samples, after so many steps
 class Run:
     """Optimiser, metrics, checkpoints and logger of a run, from the step it starts at."""
 
+    forecast: Forecast | None = None  # within `steps`
+
     def __init__(
         self,
         module: nn.Module,
@@ -161,7 +163,8 @@ class Run:
         update of a step, which is then dropped as a whole.
         """
         self.batches = batches
-        self.forecast.begin_update()
+        if self.forecast:
+            self.forecast.begin_update()
         for i, batch in enumerate(batches):
             if not self.has_updated:
                 self.checkpointer.stop_if_asked(self.step)
@@ -169,7 +172,7 @@ class Run:
             fsdp.reduce_gradients_in_next_backward(self.module, is_last, self.shards_gradients)
             self.batch = batch
             yield batch
-            if not self.forecast.is_made:
+            if self.forecast and not self.forecast.is_made:
                 sizes = [getattr(b, "batch", b).input_ids.numel() for b in batches]
                 self.print_forecast(self.forecast.by_part(sizes, i + 1))
         following = self.step + 1
@@ -203,7 +206,8 @@ class Run:
         done, config = self.step + 1, self.config
         self.metrics.add_values(**values, epoch=done / self.order.steps_per_epoch)
         self.logger.update(done)
-        self.print_forecast(self.forecast.by_whole())
+        if self.forecast:
+            self.print_forecast(self.forecast.by_whole())
         is_last = done == self.total_steps
         if is_last or is_due(done, config.logging_steps):
             self.logger.log_training(done, self.metrics)
