@@ -7,8 +7,6 @@ assistant's last turn does and ends in the stop token, and a prompt of messages 
 
 import copy
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny
@@ -19,6 +17,7 @@ from common.data import PromptGroup, collate
 from common.errors import UserError
 from common.evaluation.measure import judge_completions
 from common.rewards.models import RewardModelFunction
+from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.chat import TurnEnd, render, to_end_of_turn
@@ -273,7 +272,7 @@ def test_an_evaluation_reads_texts_as_training_does(
     flags = {"dataset_name": name, "max_prompt_length": 60, "chat_columns": chat_columns}
     config = EvaluateConfig(output_dir="unused", policies=["a"], score_pairs=score_pairs, **flags)
     vocabulary = tiny.vocabulary([chatml.eos_token_id], chatml)
-    rewards: Any = SimpleNamespace(check_rows=lambda prompts: None)
+    rewards = RewardFunctions({}, [], vocabulary)
     _, _, pairs, prompts = evaluate.load_data(config, vocabulary, rewards)
     (trained, *_) = load_examples(
         tiny.train_config(**flags), name, "train", "preference", vocabulary
