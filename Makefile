@@ -5,7 +5,7 @@
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
 # make test-slurm   jobs on a real Slurm of this machine: 5 minutes, as root, Debian's slurm-wlm
 # make bench   speed and memory of every stage against TRL, in turns (tiny: minutes)
-# make quality   the demo's chain by TRL and by the scripts: minutes, and how good it is (2 GB)
+# make quality   the demo's chain by TRL and by the scripts: minutes, and how good (2 GB; 1 hour)
 # make conformance   every objective against TRL, verl, OpenRLHF and torchrl, on golden cases (2 GB)
 # make models   which models are right: every decoder of transformers; MODELS="qwen3 opt" some
 # make replicate RECIPE=tldr-gpt2   a recipe for several seeds, beside what others have published
@@ -17,8 +17,8 @@
 #
 # PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,
 # THREADS=2 threads of each on a CPU, FLAGS="--seeds 0 1 --parallel 2" further flags of replicate,
-# sweep or overoptimization, BENCH_MODEL=gpt2-small the model of `make bench`, and
-# BENCH_FLAGS="--stages sft dpo" its flags.
+# sweep or overoptimization, FLAGS="--seeds 0" of quality, BENCH_MODEL=gpt2-small the model of
+# `make bench`, and BENCH_FLAGS="--stages sft dpo" its flags.
 
 PYTHON ?= python3
 VENV := .venv
@@ -97,7 +97,7 @@ bench: $(BENCH_VENV)/.installed
 	$(RUN) $(BENCH_VENV)/bin/python -m experiments.evidence.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
 
 quality: $(BENCH_VENV)/.installed
-	$(RUN) $(BENCH_VENV)/bin/python -m assets.recipes.bench.quality
+	$(RUN) $(BENCH_VENV)/bin/python -m assets.recipes.bench.quality $(FLAGS)
 
 conformance: $(CONFORMANCE_VENV)/.installed
 	$(RUN) $(CONFORMANCE_VENV)/bin/python -m assets.recipes.conformance

@@ -1,7 +1,8 @@
 """Time to quality: the demo's chain by TRL and by the scripts, from the same weights and rows.
 
     make quality                                   # TRL's environment, seeds 0, 1 and 2
-    python -m assets.recipes.bench.quality --seeds 0 --max_steps 4    # does it run?
+    make quality FLAGS="--seeds 0"                 # one of them: 20 minutes
+    make quality FLAGS="--seeds 0 --max_steps 4"   # does it run?
 
 For each seed both sides train SFT, then a reward model, DPO and GRPO from it, with the settings of
 `assets/recipes/demo` as far as TRL has them, and no rejection sampling. `evaluate.py` judges both
