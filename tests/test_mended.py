@@ -298,6 +298,16 @@ MENDED = (
         "A config.yaml of another trainer next to a model was read as a run's.",
         "evaluation/test_comparison.py::test_what_another_tool_left_next_to_a_model_makes_it_no_run_s",
     ),
+    # machines
+    (
+        "Bfloat16 on a CPU without its products took many times as long, and nothing said so.",
+        "shutdown/test_failures.py::test_a_cpu_on_which_bfloat16_is_slow_is_named",
+    ),
+    (
+        "A GPU whose driver is too old for torch was left out, and the CPU trained.",
+        "shutdown/test_failures.py"
+        "::test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu",
+    ),
     # evaluation and reports
     (
         "A judge that failed lost the completions that were sampled before it.",

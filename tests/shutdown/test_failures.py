@@ -9,6 +9,7 @@ import errno
 import itertools
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -453,14 +454,50 @@ def test_restarts_need_a_new_store(monkeypatch: Any) -> None:
         processes.refuse_stale_store()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("machine", "has_products"),
+    [("x86_64", ()), ("x86_64", ("amx_tile",)), ("AMD64", ("avx512_bf16",)), ("aarch64", ())],
+)
+def test_a_cpu_on_which_bfloat16_is_slow_is_named(
+    device: str, machine: str, has_products: tuple[str, ...], capsys: Any, monkeypatch: Any
+) -> None:
+    """AVX-512 alone has no such products, though oneDNN takes bfloat16 there."""
+    for name in ("avx512_bf16", "amx_tile"):
+        monkeypatch.setattr(
+            torch.cpu, f"_is_{name}_supported", lambda name=name: name in has_products
+        )
+    is_x86 = machine != "aarch64"
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_x86)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(distributed, "device", lambda: torch.device(device))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    processes.check_bfloat16("shared_prefix")
+    printed = capsys.readouterr().out.strip()
+    assert bool(printed) == (device == "cpu" and not has_products)
+    if printed:
+        tiny.check_sentence(printed, "no bfloat16 products", "--bf16 true is several times slower")
+
+
 @pytest.mark.parametrize("visible", ["0", "", None])
+@pytest.mark.parametrize(
+    ("cuda", "message"),
+    [
+        ("13.0", "built for CUDA 13.0, .* 535.129.03; update the driver, .*"),
+        (None, "built without CUDA, .* 535.129.03; install a torch for CUDA, .*"),
+    ],
+)
 def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(
-    visible: str | None, tmp_path: Path, monkeypatch: Any
+    cuda: str | None, message: str, visible: str | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Unless the user has hidden the GPU, or there is none."""
-    (tmp_path / "version").touch()
+    text = (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023"
+    )
+    (tmp_path / "version").write_text(text)
     monkeypatch.setattr(processes, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(processes, "DEVICES", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -470,7 +507,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(
     if visible == "":
         processes.refuse_without_gpu()
         return
-    with pytest.raises(UserError, match="cannot use this .* CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(UserError, match=f"{message}CUDA_VISIBLE_DEVICES="):
         processes.refuse_without_gpu()
 
 
