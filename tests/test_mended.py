@@ -308,6 +308,12 @@ MENDED = (
         "shutdown/test_failures.py"
         "::test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu",
     ),
+    # comparisons
+    (
+        "TRL's side of the time to quality got an empty setting, and ended before its first step.",
+        "experiments/evidence/test_benchmark_fixture.py"
+        "::test_trl_trains_every_stage_by_its_command",
+    ),
     # evaluation and reports
     (
         "A judge that failed lost the completions that were sampled before it.",

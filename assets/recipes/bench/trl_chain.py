@@ -38,7 +38,7 @@ SAME = ("output_dir", "seed", "max_steps", "save_steps", "warmup_steps", "max_gr
 SAME += ("learning_rate", "lr_scheduler_type", "adam_beta2")
 SAME_OF_STAGE = {
     "dpo": ("beta",),
-    "grpo": ("beta", "temperature", "num_generations", "max_completion_length", "scale_rewards"),
+    "grpo": ("beta", "temperature", "num_generations", "max_completion_length"),
 }
 
 
@@ -76,6 +76,7 @@ def make_trainer(stage: str, config: Any, *, with_stop: bool) -> Any:
     }
     if stage == "grpo":
         settings["loss_type"] = config.aggregation
+        settings["scale_rewards"] = config.scale_rewards or config.advantages
         (reward,) = config.reward_funcs
         more["reward_funcs"] = stopped_reward(reward) if with_stop else reward
     else:

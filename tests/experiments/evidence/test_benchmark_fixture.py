@@ -12,12 +12,14 @@ import json
 import random
 from pathlib import Path
 from statistics import NormalDist, mean, stdev
+from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2LMHeadModel
 
 from assets.recipes.bench import quality
 from common.config.parser import parse
@@ -298,3 +300,41 @@ def test_our_commands_are_those_of_the_recipe_on_the_given_rows(stage, tmp_path,
     _, _, trl_stage, *trl_flags = quality.command("trl", stage, folder, 3, 5)
     assert trl_stage == stage
     assert "--max_steps=5" in trl_flags
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What both chains begin with, of few rows, and a reward model of random weights."""
+    pytest.importorskip("trl")  # not there before Python 3.11
+    from assets.recipes.bench import trl_chain
+
+    folder = tmp_path_factory.mktemp("start")
+    flags = [f"--config={quality.RECIPES}/sft.yaml", f"--output_dir={folder}"]
+    with mock.patch.object(trl_chain, "load_rows", lambda *words: load_rows(*words[:-1], 16)):
+        trl_chain.make_start(trl_chain.read_config("sft", flags))
+    judge = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+    for part in (judge, AutoTokenizer.from_pretrained(folder / "model")):
+        part.save_pretrained(folder / "trl" / "reward" / "model")
+    return folder
+
+
+RANKS_OF_ONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("stage", [*quality.STAGES, quality.WITH_STOP])
+def test_trl_trains_every_stage_by_its_command(stage: str, start: Path, monkeypatch: Any):
+    """What a recipe leaves to a default of ours is a value that TRL takes."""
+    from assets.recipes.bench import trl_chain
+
+    _, _, name, *flags = quality.command("trl", stage, start / "trl", 0, 1)
+    with_stop = "--with_stop" in flags
+    flags = [flag for flag in flags if flag != "--with_stop"]
+    rows = trl_chain.MICRO_BATCH_SIZE[name] // (8 if name == "grpo" else 1)
+    flags += [f"--model_name_or_path={start / 'model'}", f"--batch_size={rows}", "--save_steps=0"]
+    for variable, value in RANKS_OF_ONE.items():
+        monkeypatch.setenv(variable, value)
+    config = trl_chain.read_config(name, flags)
+    trainer = trl_chain.make_trainer(name, config, with_stop=with_stop)
+    trainer.train()
+    assert trainer.state.global_step == 1
