@@ -1,5 +1,6 @@
 # make         these lines
 # make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
+# make setup   installs into .venv, and nothing else
 # make test    lint, types, every test
 # make tolerances   every test with each set of CPU instructions: comparisons near their tolerance
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)

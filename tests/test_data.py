@@ -370,6 +370,8 @@ def test_the_report_is_two_lines(plain):
         assert lines[0].endswith(f" and {num_truncated} completions")
         warning = "  warning: 51 of 100 completions lose their stop token: only the others teach to"
         assert [line.startswith(warning) for line in lines[2:]] == [True] * (num_truncated > 50)
+    _, report = tokenize(cut, plain, max_completion_length=1)
+    assert "100 of 100 completions lose their stop token: none teaches to stop; " in report
 
 
 def test_the_embedded_task_loses_nothing(plain):

@@ -20,6 +20,8 @@ PAIR_NOTES = """\
   pair with equal scores counts one half. The column `accuracy by` says by which score: implicit
   rewards and log-probabilities are different quantities. Where prompts have several pairs, read the
   interval over prompts in the section on preference accuracy.
+"""
+ATTAINABLE_NOTE = """\
 - Attainable is the accuracy that no system can exceed in expectation, where the labels were drawn
   with known probabilities.
 """
@@ -115,7 +117,9 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
         f"{held_out(results).capitalize()}.",
         systems_table(results),
         *map(Picture, pictures),
-        (PAIR_NOTES if results.num_pairs else "") + NOTES,
+        PAIR_NOTES * bool(results.num_pairs)
+        + ATTAINABLE_NOTE * (results.attainable_accuracy is not None)
+        + NOTES,
     ]
     words = conclusions(results)
     blocks = [Section("What differs", [words])] if words else []

@@ -36,9 +36,10 @@ def describe(rows: Sequence[TokenisedRow], split: str) -> str:
         f"  {' and '.join(limits)} would keep 95 % whole",
     ]
     if 2 * num_completions_cut > len(completions):
+        few = "only the others teach" if num_completions_cut < len(completions) else "none teaches"
         lines.append(
             f"  warning: {num_completions_cut} of {len(completions)} completions lose their stop "
-            "token: only the others teach to stop; a longer --max_completion_length keeps it"
+            f"token: {few} to stop; a longer --max_completion_length keeps it"
         )
     return "\n".join(lines)
 

@@ -147,7 +147,7 @@ def requirements_of(file: Path) -> list[str]:
 def test_make_alone_prints_the_targets():
     lines = printed_by_make()
     named = {line.split()[1] for line in lines if line.startswith("make ")}
-    assert {*TARGETS} - {"help", "setup"} <= named
+    assert {*TARGETS} - {"help"} <= named
     assert lines[1].startswith("make demo")
     assert not any(line.startswith("#") for line in lines)
 
