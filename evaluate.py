@@ -144,6 +144,8 @@ def read_policy_configs(
     policies: Sequence[str], vocabulary: Vocabulary, config: EvaluateConfig
 ) -> dict[str, Any]:
     """The model config of each policy; a UserError if one does not fit the tokenizer."""
+    for path in policies:  # what each is comes before its tokens
+        load.read_model_config(path, "policy", None, config)
     policy_configs = {}
     for path in policies:
         policy_configs[path] = load.read_model_config(path, "policy", vocabulary.tokenizer, config)

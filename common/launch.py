@@ -7,11 +7,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from common import distributed
+from common.config.flags import values_of
 from common.config.stages import CommonConfig, TrainConfig
 from common.errors import FunctionError, UserError, of_full_disk
 
@@ -33,7 +35,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     from common.record import run_folder, terminal
     from common.shutdown import processes, signals
 
-    status = 0
+    status, config = 0, None
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     terminal.keep_printing()
     try:
@@ -56,8 +58,20 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         if status := stopped.status:
             processes.report_to_torchrun(str(stopped))
     except BaseException as error:  # also Ctrl-C, sys.exit, and what checkpoints raise
+        if config and isinstance(error, UserError):
+            name_recipes_flag(error, config)
         fail(error)
     leave(status)
+
+
+def name_recipes_flag(error: UserError, config: CommonConfig) -> None:
+    """Add the flag of a path that the error quotes and nobody has typed: a recipe gave it."""
+    for f in fields(config):
+        paths = [path for path in values_of(config, f) if f.metadata["is_path"] and path]
+        quoted = [path for path in paths if repr(path) in str(error)]
+        typed = [path for path in quoted if any(path in word for word in sys.argv[1:])]
+        if quoted and not typed and f.name not in str(error):
+            error.add(f"; it is the recipe's --{f.name}")
 
 
 def leave(status: int = 0) -> None:

@@ -374,6 +374,20 @@ def test_the_report_is_two_lines(plain):
     assert "100 of 100 completions lose their stop token: none teaches to stop; " in report
 
 
+def test_the_printed_limit_of_prompts_is_not_refused(plain):
+    """Each is longer than the one before; identical pairs are of the same 5% of rows."""
+    texts = ["TITLE:" + " sister" * n + "\nPOST: the" for n in range(10, 90)]
+    rows = [{"prompt": text, "chosen": " a", "rejected": " b"} for text in texts]
+    for num_equal, num_over in ((0, 4), (2, 2), (4, 0)):
+        equal = [{**row, "rejected": " a"} for row in rows[:num_equal]]
+        flags: dict[str, Any] = {"kind": "preference", "max_dropped_fraction": 0.05}
+        _, report = tokenize([*equal, *rows[num_equal:]], plain, **flags)
+        flags["max_prompt_length"] = int(report.split("--max_prompt_length ")[1].split()[0])
+        assert flags["max_prompt_length"] == len(ids_of(plain, texts[79 - num_over]))
+        examples, _ = tokenize([*equal, *rows[num_equal:]], plain, **flags)
+        assert len(examples) >= 76
+
+
 def test_the_embedded_task_loses_nothing(plain):
     for kind in ("sft", "preference", "prompts"):
         rows = load_rows(tiny.train_config(), "synthetic", "train", kind, 200)

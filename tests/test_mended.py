@@ -298,6 +298,11 @@ MENDED = (
         "A config.yaml of another trainer next to a model was read as a run's.",
         "evaluation/test_comparison.py::test_what_another_tool_left_next_to_a_model_makes_it_no_run_s",
     ),
+    # messages
+    (
+        "The length that a run printed for prompts was refused, as it left no room for other drops.",
+        "test_data.py::test_the_printed_limit_of_prompts_is_not_refused",
+    ),
     # machines
     (
         "Bfloat16 on a CPU without its products took many times as long, and nothing said so.",

@@ -4,11 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from common.errors import UserError
 from common.text.example import Example
-from common.text.tokenise import TokenisedRow
+from common.text.tokenise import TOO_LONG, TokenisedRow
 
 SHOWN_CHARACTERS = 60  # of each end of a long text in `marked`
 
@@ -21,11 +19,17 @@ def describe(rows: Sequence[TokenisedRow], split: str) -> str:
     num_completions_cut = sum(text.is_truncated for text in completions)  # they lose the stop token
     measured = [row for row in rows if not row.drop_reason.startswith("empty")]
     lengths = {
-        "prompt": [row.prompt.num_tokens for row in measured],
-        "completion": [text.num_tokens for row in measured for text in row.completions],
+        "prompt": sorted(row.prompt.num_tokens for row in measured),
+        "completion": sorted(text.num_tokens for row in measured for text in row.completions),
+    }
+    # A prompt may be dropped for its length: those that other reasons drop are of the same 5%
+    num_others = sum(row.drop_reason not in ("", TOO_LONG) for row in rows)
+    most_over = {
+        "prompt": max(0, len(rows) // 20 - num_others),
+        "completion": len(lengths["completion"]) // 20,
     }
     limits = [
-        f"--max_{noun}_length {np.quantile(numbers, 0.95, method='inverted_cdf')}"
+        f"--max_{noun}_length {numbers[max(0, len(numbers) - 1 - most_over[noun])]}"
         for noun, numbers in lengths.items()
         if numbers
     ]

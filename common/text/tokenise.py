@@ -14,6 +14,7 @@ CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memor
 LONGEST_CUE = 100  # characters behind the last blank line that are taken for a cue
 
 CUE = "TL;DR:"
+TOO_LONG = "prompt over max_prompt_length"  # a reason to drop a row
 _POST = re.compile(r"(?:\A|\n\n)POST:")
 _HEADER_LINES = re.compile(r"(?:SUBREDDIT:[^\n]*\n+)?(?:TITLE:[^\n]*\n+)?")
 # Where a body may be cut, best first; group 1 is what is kept, and is never blank.
@@ -234,7 +235,7 @@ def _drop_reason(row: Row, prompt: TokenisedText, completions: Sequence[Tokenise
     is_cut = is_equal and completions[0].text != completions[1].text
     reasons = {
         "empty or no shared prompt": not prompt.text.strip(),
-        "prompt over max_prompt_length": not prompt.ids,
+        TOO_LONG: not prompt.ids,
         "answer left out in part by the chat template": row.is_partial,
         "empty completion": any(not completion.text.strip() for completion in completions),
         "pair identical up to --max_completion_length": is_cut,

@@ -116,6 +116,16 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
         SYSTEM | {"policies": "chatml", "reward_models": "strict", "num_prompts": 0},
         ["No system", "row 1", "the reward model 'strict'"],
     ),
+    (
+        "train_dpo",
+        {"config": "moved.yaml"},
+        ["'elsewhere/sft/model' does not exist", "it is the recipe's --ref_model_name_or_path"],
+    ),
+    (
+        "evaluate",
+        {"policies": "padded", "ref_model_name_or_path": "policy"},
+        ["'padded' is a reward model"],
+    ),
     # Columns and rows
     ("train_sft", {"dataset_name": "pairs"}, ["'completion' is missing", "'chosen'"]),
     ("train_sft", {"dataset_name": "chat"}, ["cannot render them", "chat template"]),

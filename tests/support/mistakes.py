@@ -52,6 +52,7 @@ ROWS: dict[str, list[Any]] = {
 FILES = {
     "typo.yaml": "learning_rte: 1\n",
     "null.yaml": "run_name: null\n",
+    "moved.yaml": "ref_model_name_or_path: elsewhere/sft/model\n",
     "twice.yaml": "seed: 1\nbatch_size: 2\nseed: 3\n",
     "typo.json": json.dumps({"model_type": "gpt2", "n_layr": 1}),
     "shape.json": json.dumps({"model_type": "gpt2", "n_layer": 1}),
@@ -120,6 +121,10 @@ def make_chat_models(folder: Path, policy: Any) -> None:
     shutil.copytree(folder / "judge", folder / "strict")
     strict_tokenizer = tiny.with_template(tiny.tokenizer(), strict + tiny.TURNS)
     strict_tokenizer.save_pretrained(folder / "strict")
+    shutil.copytree(folder / "judge", folder / "padded")
+    padded_tokenizer = tiny.tokenizer()
+    padded_tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    padded_tokenizer.save_pretrained(folder / "padded")
 
 
 def change(file: Path, **fields: Any) -> None:
