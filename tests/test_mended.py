@@ -300,7 +300,7 @@ MENDED = (
     ),
     # messages
     (
-        "The length that a run printed for prompts was refused, as it left no room for other drops.",
+        "The length that a run printed for prompts was refused: it left no room for other drops.",
         "test_data.py::test_the_printed_limit_of_prompts_is_not_refused",
     ),
     # machines

@@ -318,10 +318,19 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def forgets_ranks(process_group: None):
+    """Accelerate keeps what it has seen of the process group; other tests of TRL have none."""
+    yield
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 RANKS_OF_ONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
 
 
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("forgets_ranks")
 @pytest.mark.parametrize("stage", [*quality.STAGES, quality.WITH_STOP])
 def test_trl_trains_every_stage_by_its_command(stage: str, start: Path, monkeypatch: Any):
     """What a recipe leaves to a default of ours is a value that TRL takes."""
