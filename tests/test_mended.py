@@ -300,6 +300,10 @@ MENDED = (
     ),
     # messages
     (
+        "A server of rollouts that answered with a page ended the run in a traceback, unsaved.",
+        "sampling/test_engine.py::test_nonsense_is_named",
+    ),
+    (
         "The length that a run printed for prompts was refused: it left no room for other drops.",
         "test_data.py::test_the_printed_limit_of_prompts_is_not_refused",
     ),

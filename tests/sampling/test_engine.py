@@ -163,6 +163,8 @@ def setting(**changes: Any) -> Any:
             "from a CPU the server needs --worker-extension-cls common.sampling.vllm.worker",
         ),
         ("/server_info", setting(model_config={"max_model_len": 35}), "len 35; it must be 36"),
+        ("/server_info", lambda usual: {}, "answers /server_info.* without vllm_config"),
+        ("/server_info", lambda usual: b"<html>", "b'<html>', which is no JSON"),
         ("/reset_prefix_cache", lambda usual: {"success": False}, "does not forget"),
     ],
 )
@@ -170,6 +172,36 @@ def test_a_server_of_another_kind_is_refused(stand_in, path, change, reason):
     stand_in.answers[path] = change
     with pytest.raises(EngineError, match=reason):
         sampler(stand_in, tiny.causal_lm("gpt2")).sample(EXAMPLES)
+
+
+def choice(answer: Any, **changes: Any) -> Any:
+    answer["choices"][0].update(changes)
+    return answer
+
+
+def content(*logps: Any) -> dict[str, Any]:
+    return {"content": [{"logprob": logp} for logp in logps]}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda answer: b"<html>", "b'<html>', which is no JSON"),
+        (lambda answer: {"error": "?"}, "what is no completion"),
+        (lambda answer: {"choices": answer["choices"][1:]}, "1 completions, not 2"),
+        (lambda answer: choice(answer, token_ids=[]), "what is no completion"),
+        (lambda answer: choice(answer, token_ids=[5, 0]), "of 2 tokens and"),
+        (lambda a: choice(a, token_ids=[5, 0], logprobs=content(-1, 0.5)), "that are none"),
+        (lambda a: choice(a, token_ids=[5, 0], logprobs=content(-1, None)), "no completion"),
+        (lambda a: choice(a, token_ids=[5, 6], logprobs=content(-1, -1)), "nor by its length"),
+        (lambda a: choice(a, token_ids=[0, 0], logprobs=content(-1, -1)), "its first stop token"),
+    ],
+)
+def test_nonsense_is_named(stand_in, change, reason):
+    """A proxy answers with a page, another program with other numbers: the run is saved."""
+    stand_in.answers["/inference/v1/generate"] = change
+    with pytest.raises(EngineError, match=reason):
+        sampler(stand_in, tiny.causal_lm("gpt2")).sample(EXAMPLES, num_samples=2)
 
 
 def test_a_server_without_the_calls_and_one_that_is_gone_are_named(stand_in, monkeypatch):

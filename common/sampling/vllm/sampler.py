@@ -5,6 +5,7 @@ Prompts and completions are sent as token ids. Each completion has a separate se
 batches that depend on when requests arrive.
 """
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -22,6 +23,7 @@ from common.sampling.vllm.server import Server
 from common.sampling.vllm.weights import Weights, sender
 from common.text.example import Example, Vocabulary
 
+MOST_LOGP = 1e-3  # nats, above 0 for rounding
 SEEDS = 2**62 - 1  # a mask: vLLM adds the number of the sample
 
 
@@ -60,7 +62,7 @@ class EngineSampler(Sampler):
     ) -> Rollouts:
         """Requests for some samples of a prompt, several at a time. Collective at start and end.
 
-        An EngineError on every rank if the server is gone.
+        An EngineError on every rank if the server is gone, or its answers are no completions.
         """
         # At temperature 0 all samples of a prompt are the same: one is asked for, and repeated.
         num_distinct = num_samples if settings.temperature > 0 else 1
@@ -83,6 +85,9 @@ class EngineSampler(Sampler):
             of_request = {"n": min(per_request, num_distinct - first), "seed": seeds[n] + first}
             body = {"token_ids": examples[n].prompt_ids, "sampling_params": params | of_request}
             choices = self.server.call("/inference/v1/generate", body)["choices"]
+            if len(choices) != of_request["n"]:
+                number = f"{len(choices)} completions, not {of_request['n']}"
+                raise self.server.error(f"answers a prompt with {number}")
             return sorted(choices, key=lambda choice: choice["index"])
 
         requests = list(product(range(len(examples)), range(0, num_distinct, per_request)))
@@ -98,11 +103,26 @@ class EngineSampler(Sampler):
                 ids = [choice["token_ids"] for choice in drawn]
                 logps = [[one["logprob"] for one in c["logprobs"]["content"]] for c in drawn]
                 stops = [completion[-1] in self.vocabulary.stop_ids for completion in ids]
+                for completion, of_tokens in zip(ids, logps, strict=True):
+                    if fault := self.fault(completion, of_tokens):
+                        raise self.server.error(f"answers with a completion {fault}")
         except (LookupError, TypeError) as error:
             raise self.server.error(f"answers with what is no completion: {error!r}") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         return Rollouts.of(ids, logps, stops, self.config.max_completion_length)
+
+    def fault(self, ids: Sequence[int], logps: Sequence[float]) -> str:
+        """Why this is no completion of at most the wished length; empty if it is one."""
+        longest = self.config.max_completion_length
+        if len(ids) > longest or len(logps) != len(ids):
+            return f"of {len(ids)} tokens and {len(logps)} log-probabilities"
+        if not all(math.isfinite(logp) and logp < MOST_LOGP for logp in logps):
+            return "with log-probabilities that are none"
+        is_stop = [token in self.vocabulary.stop_ids for token in ids]
+        if any(is_stop[:-1]) or not (is_stop[-1] or len(ids) == longest):
+            return "that does not end with its first stop token, nor by its length"
+        return ""
 
     def update_weights(self) -> None:
         """Give the server the policy's weights, unless it has them. Collective."""

@@ -20,7 +20,7 @@ class Server:
         self.address, self.timeout = address, ddp_timeout / 2
 
     def call(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
-        """Send a request and read the answer, JSON; an EngineError if it fails."""
+        """Send a request and read the answer, JSON; an EngineError if it fails or is none."""
         url = urlsplit(self.address)
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         connection = kinds[url.scheme](url.netloc, timeout=self.timeout)
@@ -36,7 +36,10 @@ class Server:
         if answer.status != http.client.OK:
             reason = first_sentence(text[:2000].decode(errors="replace")) or answer.reason
             raise self.error(f"answers {path} with status {answer.status}: {reason}")
-        return json.loads(text) if text else None
+        try:
+            return json.loads(text) if text else None
+        except ValueError:  # a proxy's page, with status 200
+            raise self.error(f"answers {path} with {text[:40]!r}, which is no JSON") from None
 
     def error(self, fault: str) -> EngineError:
         """The error of a fault, which a verb begins: "does not answer"."""
@@ -46,6 +49,8 @@ class Server:
         """The value of a key in the answer to a GET request; a dot in it leads one level down."""
         value = self.call(path, method="GET")
         for name in key.split("."):
+            if not isinstance(value, dict) or name not in value:
+                raise self.error(f"answers {path} without {name}")
             value = value[name]
         return value
 
