@@ -175,6 +175,9 @@ def load_reference(
             f"{sizes[1]}; with --kl_estimator full it needs as many."
         )
     frozen = Policy(load.load_policy(path, ref_config, config)).requires_grad_(False)
+    shapes = [[p.shape for p in each.parameters()] for each in (frozen, policy)]
+    if config.ref_update_steps and shapes[0] != shapes[1]:
+        raise config.refused("ref_update_steps", f"0: {path!r} has other layers than the policy")
     reference = fsdp.shard(frozen, config, mesh, moves=config.ref_update_steps > 0)
     self_checks.only_tokens_matter(reference, config, is_projected=config.has_exact_kl)
     return reference

@@ -300,6 +300,14 @@ MENDED = (
     ),
     # messages
     (
+        "A column of system messages next to messages was left out, and nothing said so.",
+        "text/test_schemas.py::test_a_system_message_in_a_column_is_said_to_be_unread",
+    ),
+    (
+        "A moving reference of other shapes than the policy ended the run at its first update.",
+        "grpo/test_grpo.py::test_a_reference_of_other_shapes_does_not_move",
+    ),
+    (
         "A server of rollouts that answered with a page ended the run in a traceback, unsaved.",
         "sampling/test_engine.py::test_nonsense_is_named",
     ),

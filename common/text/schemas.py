@@ -40,7 +40,7 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)  # the others, for reward functions
     number: int = 0  # index into the rows that were read; answers of one conversation share it
     messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt; empty for text
-    is_partial: bool = False  # the template leaves out words, thoughts or calls of an answer
+    is_partial: bool = False  # the template leaves out words or thoughts of an answer
 
     @classmethod
     def of_text(cls, raw: RawRow, kind: str, number: int = 0) -> "Row":
@@ -64,11 +64,24 @@ def standardise(rows: list[RawRow], kind: str, label: str) -> list[RawRow]:
     rows = [_from_messages(_with_joined_parts(row), columns) for row in rows]
     rows = _cut_repeated_prompts(rows, columns or PAIR, label)
     rows = [_with_shared_prompt(row, columns) for row in rows]
+    if num_unread := sum(map(_has_unread_system, rows)):
+        distributed.print_rank0(
+            f"warning: {label}: the column 'system' of {num_unread} rows is not read; put its text "
+            "first in the messages (docs/data.md)"
+        )
     rows = [_empty_blank(row, (*columns, "prompt")) for row in rows]
     for number, row in enumerate(rows, start=1):
         if fault := _fault(row, kind):
             raise UserError(f"{label}, row {number}: {fault}.")
     return rows
+
+
+def _has_unread_system(row: RawRow) -> bool:
+    """Whether a prompt of messages has its system message in a column, which is not read."""
+    prompt: Any = row.get("prompt")
+    if not is_messages(prompt) or prompt[0]["role"] in ("system", "developer"):
+        return False
+    return not is_blank(row.get("system"))
 
 
 def _with_joined_parts(row: RawRow) -> RawRow:

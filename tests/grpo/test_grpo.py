@@ -949,6 +949,15 @@ def test_what_contradicts_itself_is_refused_in_one_sentence(flags, words):
     tiny.check_sentence(caught.value, *words)
 
 
+def test_a_reference_of_other_shapes_does_not_move(monkeypatch):
+    policy, other = (Policy(tiny.causal_lm("gpt2", n_layer=number)) for number in (2, 3))
+    monkeypatch.setattr(train_grpo.load, "load_policy", lambda *_: other.lm)
+    with pytest.raises(
+        UserError, match="--ref_update_steps is 2; it must be 0: '.*' has other lay"
+    ):
+        train_grpo.load_reference(policy, other.lm.config, new_config(ref_update_steps=2), None)
+
+
 def test_the_help_names_every_built_in_reward():
     help_text = GRPOConfig.__dataclass_fields__["reward_funcs"].metadata["help"]
     assert all(f"{name}, " in help_text for name in functions.BUILT_IN)

@@ -1,5 +1,6 @@
 """A folder with good and malformed rows, models and files, and a stage run in it to its refusal."""
 
+import copy
 import importlib
 import json
 import os
@@ -122,7 +123,7 @@ def make_chat_models(folder: Path, policy: Any) -> None:
     strict_tokenizer = tiny.with_template(tiny.tokenizer(), strict + tiny.TURNS)
     strict_tokenizer.save_pretrained(folder / "strict")
     shutil.copytree(folder / "judge", folder / "padded")
-    padded_tokenizer = tiny.tokenizer()
+    padded_tokenizer = copy.deepcopy(tiny.tokenizer())  # others share it
     padded_tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     padded_tokenizer.save_pretrained(folder / "padded")
 

@@ -197,6 +197,18 @@ def test_a_null_or_equal_pair_without_a_prompt_is_dropped(
     assert [example.row for example in read(tmp_path, tokenizer, kind, rows, **flags)] == [0]
 
 
+@pytest.mark.parametrize("text", ["Be brief.", "", None])
+@pytest.mark.parametrize("first", ["user", "system"])
+def test_a_system_message_in_a_column_is_said_to_be_unread(
+    tmp_path, tokenizer, capsys, text, first
+):
+    messages = [{"role": first, "content": "Hi"}, {"role": "user", "content": "What is it?"}]
+    row = {"prompt": messages, "system": text}
+    read(tmp_path, tokenizer, "prompts", [row, row, {"prompt": messages}])
+    is_unread = "the column 'system' of 2 rows is not read" in capsys.readouterr().out
+    assert is_unread == (text == "Be brief." and first == "user")
+
+
 @pytest.mark.parametrize("schema", ["pair", "implicit pair", "chat pair", "implicit chat pair"])
 def test_an_identical_pair_is_counted_as_one_in_each_schema(tmp_path, tokenizer, capsys, schema):
     rows = [ROWS[schema]] * 3 + [{**ROWS[schema], "rejected": ROWS[schema]["chosen"]}]
