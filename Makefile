@@ -3,6 +3,7 @@
 # make setup   installs into .venv, and nothing else
 # make test    lint, types, every test
 # make tolerances   every test with each set of CPU instructions: comparisons near their tolerance
+# make mutants MODULES="losses noise"   how many small changes of these modules their tests notice
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
 # make test-slurm   jobs on a real Slurm of this machine: 5 minutes, as root, Debian's slurm-wlm
 # make bench   speed and memory of every stage against TRL, in turns (tiny: minutes)
@@ -50,7 +51,7 @@ DEMO := assets/recipes/demo
 RUN = exec env OMP_NUM_THREADS=$(THREADS)
 LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: help demo overoptimization replicate results sweep test tolerances models test-vllm test-slurm bench quality conformance setup clean
+.PHONY: help demo overoptimization replicate results sweep test tolerances mutants models test-vllm test-slurm bench quality conformance setup clean
 
 help:  # the first target: what `make` alone does
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -74,6 +75,9 @@ test: setup
 
 tolerances: setup
 	$(RUN) $(BIN)/python -m tests.tolerances --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+mutants: setup
+	$(RUN) $(BIN)/python -m tests.mutants $(MODULES) $(FLAGS)
 
 models: setup
 	$(RUN) $(BIN)/python -m assets.recipes.models $(MODELS) $(FLAGS)
