@@ -144,13 +144,12 @@ def read_policy_configs(
     policies: Sequence[str], vocabulary: Vocabulary, config: EvaluateConfig
 ) -> dict[str, Any]:
     """The model config of each policy; a UserError if one does not fit the tokenizer."""
-    for path in policies:  # what each is comes before its tokens
-        load.read_model_config(path, "policy", None, config)
-    policy_configs = {}
-    for path in policies:
-        policy_configs[path] = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
+    read = {}
+    for path in dict.fromkeys([*config.policies, *policies]):  # the tokenizer is that of the first
+        read[path] = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
         if not config.tokenizer_name_or_path:  # else `load_vocabulary` has compared them
             load.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
+    policy_configs = {path: read[path] for path in policies}
     if len(policy_configs) > 1:
         distributed.print_rank0(f"reference of KL and implicit rewards: {policies[0]}")
     elif policies:

@@ -58,20 +58,24 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         if status := stopped.status:
             processes.report_to_torchrun(str(stopped))
     except BaseException as error:  # also Ctrl-C, sys.exit, and what checkpoints raise
-        if config and isinstance(error, UserError):
+        if config and isinstance(error, UserError) and not isinstance(error, FunctionError):
             name_recipes_flag(error, config)
         fail(error)
     leave(status)
 
 
 def name_recipes_flag(error: UserError, config: CommonConfig) -> None:
-    """Add the flag of a path that the error quotes and nobody has typed: a recipe gave it."""
-    for f in fields(config):
-        paths = [path for path in values_of(config, f) if f.metadata["is_path"] and path]
-        quoted = [path for path in paths if repr(path) in str(error)]
-        typed = [path for path in quoted if any(path in word for word in sys.argv[1:])]
-        if quoted and not typed and f.name not in str(error):
-            error.add(f"; it is the recipe's --{f.name}")
+    """Add the flags of a path that the error quotes and nobody has typed: a recipe gave it."""
+    text, words = str(error), sys.argv[1:]
+    names = [
+        f"--{f.name}"
+        for f in fields(config)
+        if f.metadata["is_path"] and f.name not in text
+        for path in values_of(config, f)
+        if path and repr(path) in text and not any(path in word for word in words)
+    ]
+    if names and any(word.startswith("--config") for word in words):
+        error.add(f"; it is the recipe's {' and '.join(dict.fromkeys(names))}")
 
 
 def leave(status: int = 0) -> None:

@@ -4,9 +4,8 @@
 # Expected: the key of inductor's cache holds the instructions that its C++ was written for, as those of its
 #   compiled files do; or the other CPU compiles anew.
 # Seen (CPU with AVX-512; ATEN_CPU_CAPABILITY imitates the others): the C++ that was written for vectors of 16
-#   numbers is found again, and compiled for vectors of 8: wrong numbers or NaN,
-#   without an error or a warning. Where torch has no vectors, it does not compile. In an empty cache all are
-#   right.
+#   numbers is found again and compiled for vectors of 8. Its numbers are wrong, or NaN, without an error or a
+#   warning. Where torch uses no vectors it does not compile. With an empty cache all are right.
 # Why it matters: homes, and so caches, are shared by the machines of a cluster, and images keep them.
 set -euo pipefail
 if ! grep -q avx512f /proc/cpuinfo; then

@@ -7,9 +7,9 @@
 A mutant is a module with one place changed: an operator, a comparison, a number, a condition, a
 call left out or exchanged. Its tests run until one fails, in a forked process and a copy of the
 project: first the files about the module (`tests/map.py`), then the others of their rooms, then the
-golden trajectories. Who survives changes nothing and is listed in `equivalent_mutants.json` with
-the reason, or shows a test that is missing. The exit status is 1 where the share of the others that
-are noticed is below 97%.
+golden trajectories. A survivor shows that a test is missing, or it changes nothing: then it is
+listed in `equivalent_mutants.json` with the reason. The exit status is 1 if fewer than 97% of those
+that are not listed are noticed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ GOLDEN = "stages/test_golden.py"
 LEAST = 0.97  # of the mutants that change something
 SHARED = ("numpy", "pytest", "scipy.stats", "transformers", "datasets", "hypothesis")
 SPARE_SECONDS = 30  # over four times what the tests take
-MOST_SECONDS = 1200.0
+MOST_SECONDS = 1200.0  # of the tests without a change, and of those that are less near
 SURVIVED = "survived"
 NOT_COPIED = (".*", "output", "data", "wandb", "__pycache__")
 
@@ -77,7 +77,6 @@ EXCHANGED |= {"exp": "expm1", "log": "log1p", "zeros": "ones", "zeros_like": "on
 LEFT_OUT = {"abs", "clamp", "clone", "contiguous", "detach", "double", "exp", "flip", "float"}
 LEFT_OUT |= {"log", "relu"}
 
-
 Node = TypeVar("Node", bound=ast.AST)
 KEY = ("module", "function", "before", "after", "nth")
 Key = tuple[str, str, str, str, int]
@@ -94,11 +93,11 @@ class Mutant:
     nth: int = 0  # among those of this function with the same change
     line: int = 0
     text: str = ""  # the whole module
-    outcome: str = ""  # how far it came: own, room or golden, whose tests noticed it; or survived
+    outcome: str = ""  # the tests that noticed it, see `tiers`; or survived
 
     @property
     def key(self) -> Key:
-        """What says which place it is while the module changes elsewhere."""
+        """Names the place, also when other lines of the module have changed."""
         return self.module, self.function, self.before, self.after, self.nth
 
     def __str__(self) -> str:
@@ -216,7 +215,7 @@ def path_of(module: str) -> str:
 
 
 def tiers(module: str) -> dict[str, list[str]]:
-    """Test files by how near they are: about the module, in the same rooms, of whole stages."""
+    """Test files by how near they are: about the module, others of their rooms, of whole stages."""
     own = [file for file in test_map.files_of_modules()[module] if file != GOLDEN]
     rooms = {(ROOT / "tests" / file).parent for file in own}
     files = [

@@ -169,12 +169,10 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
             )
         return [path]
     if is_named or not may_be_id(dataset_name):
-        advice = f"{NO_ID}; give a file or a folder"
+        advice = f" {NO_ID}; give a file or a folder"
         if dataset_name.startswith("data/") and not is_named:
             advice = "; where a recipe names it, the make_rows.py next to the recipe makes it"
-        raise UserError(
-            f"dataset_name {dataset_name!r} does not exist {advice}.".replace(" ;", ";")
-        )
+        raise UserError(f"dataset_name {dataset_name!r} does not exist{advice}.")
     return []
 
 

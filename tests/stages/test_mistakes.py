@@ -64,6 +64,7 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     ("train_sft", {"resume_from_checkpoint": "run/gone"}, ["--resume_from_checkpoint run/gone"]),
     ("train_sft", {"dataset_name": "gone.jsonl"}, ["'gone.jsonl' does not exist"]),
     ("train_sft", {"dataset_train_split": "test"}, ["'test'", "train.jsonl"]),
+    ("train_sft", {"dataset_name": "data/gsm8k/rows"}, ["exist; where a recipe", "make_rows.py"]),
     ("train_sft", {"model_name_or_path": "./nowhere"}, ["'./nowhere' does not exist"]),
     ("train_sft", {"model_name_or_path": "old_run"}, ["'old_run'", "its subfolder 'model'"]),
     ("train_grpo", {"reward_funcs": "silver.py:f"}, ["no file 'silver.py'"]),
