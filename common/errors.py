@@ -23,7 +23,7 @@ class UserError(ValueError):
 
     def add(self, text: str) -> None:
         """Add a text to the end of the sentence."""
-        self.args = (f"{self.args[0].removesuffix('.')}{text}.",)
+        self.args = (f"{self.args[0].removesuffix('.')}{text.removesuffix('.')}.",)
 
 
 def of_full_disk(error: BaseException | None) -> UserError | None:

@@ -454,6 +454,14 @@ def test_restarts_need_a_new_store(monkeypatch: Any) -> None:
         processes.refuse_stale_store()
 
 
+def test_a_sentence_with_another_at_its_end_has_one_full_stop() -> None:
+    error = UserError("the model could not be written.")
+    error.add(f"; {UserError('the checkpoint could not be written.')}")
+    error.add(" (step 2)")
+    sentence = "the model could not be written; the checkpoint could not be written (step 2)."
+    assert str(error) == sentence
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("machine", "has_products"),
