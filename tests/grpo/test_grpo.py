@@ -674,6 +674,7 @@ RUN = SHORT_RUN | {
     "num_train_rows": 10,
     "max_completion_length": 8,
     "lr_scheduler_type": "constant",
+    "adam_epsilon": 1e-5,  # else a gradient that is rounding only moves its weight by a whole step
     "max_steps": 3,  # the last one has two rows of four
     "num_generations": 3,
     "missing_eos_penalty": -0.2,
