@@ -121,7 +121,8 @@ TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILI
 
 def printed_by_make(*words: str) -> list[str]:
     """The lines that make prints, those of a recipe with their continuations."""
-    result = subprocess.run(["make", *words], cwd=ROOT, check=True, capture_output=True, text=True)
+    command = ["make", "--no-print-directory", *words]  # `make test` is a make around this one
+    result = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return result.stdout.replace("\\\n", "").splitlines()
 
 
