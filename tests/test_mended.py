@@ -144,6 +144,10 @@ MENDED = (
         "test_data.py::test_a_single_identical_pair_is_dropped_and_counted",
     ),
     (
+        "A column of tools whose text is no JSON ended in a traceback.",
+        "text/test_templates.py::test_tools_that_are_no_json_are_refused",
+    ),
+    (
         "Half of a surrogate pair ended the writer of a run's lines.",
         "record/test_jsonl.py::test_any_text_is_written_and_read_again",
     ),

@@ -29,7 +29,8 @@ def render(
     begins, as when the model is used. The completion is what the template writes behind it when the
     answer is the last message. A prompt that ends in a message of the assistant is the beginning of
     the answer: the completion goes on with it. No row has an answer of `weight` 0 or `train` false.
-    A UserError if the tokenizer has no template, or it writes a prompt differently with an answer.
+    A UserError if the tokenizer has no template, or it writes a prompt differently with an answer,
+    or for a column `tools` of text that is no JSON.
     """
     names = COMPLETION_COLUMNS[kind]
     others = {name: cell for name, cell in raw.items() if name not in ("prompt", *names)}
@@ -86,8 +87,14 @@ def _leaves_out(answer: dict[str, Any], text: str) -> bool:
 
 def _template_options(row: RawRow) -> dict[str, Any]:
     """Arguments of the template from a row: `tools`, JSON schemas or their text, and others."""
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+    tools: Any = row.get("tools")
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+    except ValueError as error:
+        reason = gist(error)
+        raise UserError(
+            f"the column 'tools' holds {tools[:60]!r}, which is no JSON: {reason}."
+        ) from None
     kwargs = row.get("chat_template_kwargs") or {}
     kwargs = {k: v for k, v in kwargs.items() if k != "continue_final_message"}  # see `schemas`
     return {"tools": _without_null(tools) or None, **_without_null(kwargs)}

@@ -336,6 +336,13 @@ def test_tools_and_calls_reach_the_template(tmp_path, chatml, tools: Any):
     assert chatml.decode(example.completions[0]) == "<call>add<|im_end|>"
 
 
+def test_tools_that_are_no_json_are_refused(tmp_path, chatml):
+    row = {"messages": [ASKED, ONE], "tools": "add"}
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, chatml, row)
+    tiny.check_sentence(caught.value, "the column 'tools' holds 'add', which is no JSON: Expecting")
+
+
 @pytest.mark.usefixtures("process_group")
 def test_a_judge_with_another_template_is_told_of_the_tools(tmp_path, chatml, monkeypatch):
     """By GRPO's rewards and by evaluate.py, which scores the completions of pairs."""
