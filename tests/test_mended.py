@@ -83,6 +83,11 @@ MENDED = (
         "rewards/test_rewards.py::test_conversations_that_a_judge_cannot_render_are_found_before_it_is_loaded",
     ),
     (
+        "A conversation longer than the reward model can read was found after the first rollout.",
+        "text/test_chat.py"
+        "::test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_loaded",
+    ),
+    (
         "A reward model whose config says no number of labels was refused.",
         "rewards/test_rewards.py::test_a_config_that_says_no_number_of_labels_leaves_it_to_the_head",
     ),
@@ -171,6 +176,10 @@ MENDED = (
     (
         "A reward function that forked after tokenising waited for ever.",
         "rewards/test_rewards.py::test_a_reward_function_may_fork_and_tokenise_there",
+    ),
+    (
+        "A NaN that a reward function logged emptied the metric, and nothing said so.",
+        "rewards/test_rewards.py::test_what_cannot_be_logged_is_refused",
     ),
     (
         "Rewards that differed by rounding alone got advantages.",

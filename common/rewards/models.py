@@ -48,13 +48,44 @@ class RewardModelFunction:
         self.same_chats = is_same and has_template and not differences.of_marks(*both)
 
     def check_conversations(self, examples: Iterable[Example]) -> None:
-        """Raise a UserError for conversations that this model's chat template cannot render."""
+        """Raise a UserError for conversations that this model cannot read.
+
+        Its chat template may refuse them, or they are too long with an answer and its end.
+        """
         from common.text.chat import ANSWER, as_raw, one_of_each_form, render
 
-        for example in () if self.same_chats else one_of_each_form(examples):
+        if self.same_chats:
+            self._check_positions([example for example in examples if example.messages])
+            return
+        for example in one_of_each_form(examples):
             where = f"row {example.row + 1}, by the tokenizer of the reward model {self.path!r}"
             with naming("", where, is_ours=True):
                 render(as_raw(example, completion=[ANSWER]), "sft", self.tokenizer)
+
+    def _check_positions(self, chats: Sequence[Example]) -> None:
+        """Raise a UserError if a conversation may be longer than the model's positions.
+
+        Its answers, or else sampled ones of `--max_completion_length` tokens, are read to the end
+        of the turn.
+        """
+        from common.text.chat import TurnEnd
+
+        if not chats or self.limit is None:
+            return
+        end = TurnEnd(chats[0].messages, self.policy_tokenizer)
+        sampled = self.config.max_completion_length + len(end.ids)  # it may break off
+
+        def length(chat: Example) -> int:
+            answers = [len(end.closed(ids, has_stop=False)) for ids in chat.completions]
+            return len(chat.prompt_ids) + max(answers, default=sampled)
+
+        longest = max(chats, key=length)
+        if length(longest) > self.limit:
+            raise UserError(
+                f"row {longest.row + 1} is up to {length(longest)} tokens with an answer and the "
+                f"end of its turn, and the reward model {self.path!r} has {self.limit} positions; "
+                "lower --max_prompt_length or --max_completion_length."
+            )
 
     def load(self, mesh: DeviceMesh) -> None:
         """Load the frozen, sharded model. Collective."""

@@ -60,7 +60,8 @@ class RewardLog:
     """Metrics and columns that functions log about B completions, as in TRL (1.16).
 
     Metrics reach `metrics.jsonl` and wandb as `logged/<name>`, columns the table of samples; where
-    a run has neither (pairs from rollouts, evaluation) both are dropped.
+    a run has neither (pairs from rollouts, evaluation) both are dropped. Both functions raise a
+    ValueError for what cannot be logged.
     """
 
     num_rows: int  # B
@@ -69,12 +70,20 @@ class RewardLog:
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number."""
-        self.metrics.setdefault(name, []).append(float(value))
+        number = as_number(value)
+        if number is None:
+            raise ValueError(f"log_metric({name!r}) got {value!r}; it must be a finite number")
+        self.metrics.setdefault(name, []).append(number)
 
     def log_extra(self, rows: Sequence[int], column: str, values: Sequence[Any]) -> None:
         """Log a value for each of the rows that the function was called on."""
+        cells = [*map(scalar, values)]
+        if len(cells) != len(rows):
+            raise ValueError(
+                f"log_extra({column!r}) got {len(cells)} values for {len(rows)} completions"
+            )
         logged = self.columns.setdefault(column, [None] * self.num_rows)
-        for row, value in zip(rows, map(scalar, values), strict=True):
+        for row, value in zip(rows, cells, strict=True):
             is_plain = value is None or isinstance(value, str | int | float)
             logged[row] = value if is_plain else str(value)
 
@@ -186,7 +195,7 @@ class RewardFunctions:
         self.check_conversations([*examples, *eval_examples])
 
     def check_conversations(self, examples: Sequence[Example]) -> None:
-        """Refuse conversations that a reward model's chat template cannot render."""
+        """Refuse conversations that a reward model cannot read."""
         for function in self.reward_models.values():
             function.check_conversations(examples)
 

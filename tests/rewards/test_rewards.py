@@ -229,10 +229,17 @@ def test_a_column_has_a_place_for_every_completion():
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"), [("log_metric", "one"), ("log_metric", [1.0]), ("log_extra", [0, 0])]
+    ("kind", "value", "reason"),
+    [
+        ("log_metric", math.nan, "got nan; it must be a finite number"),
+        ("log_metric", "1", "got '1'; it must be a finite number"),
+        ("log_metric", [1.0], "got [1.0]; it must be a finite number"),
+        ("log_extra", [0, 0], "got 2 values for 3 completions"),
+    ],
 )
-def test_what_cannot_be_logged_is_refused(kind: str, value: Any):
-    with pytest.raises(FunctionError, match="reward function 'judge' raised (Type|Value)Error: "):
+def test_what_cannot_be_logged_is_refused(kind: str, value: Any, reason: str):
+    sentence = f"reward function 'judge' raised ValueError: {kind}('x') {reason} ("
+    with pytest.raises(FunctionError, match=re.escape(sentence)):
         scored({"judge": noting(("x", value), kind=kind)})
 
 

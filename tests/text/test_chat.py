@@ -224,6 +224,29 @@ def test_a_judge_with_another_template_reads_messages_by_its_own(tmp_path, chatm
         (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
 
 
+def test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_loaded(
+    tmp_path, chatml
+):
+    """A completion that broke off gets the 2 tokens of the end; one of a pair is there already."""
+    (example,) = load(tmp_path, chatml, "prompts", {"prompt": [USER]})
+    pair = {"prompt": [USER], "chosen": [FIRST], "rejected": [SECOND]}
+    (read,) = load(tmp_path, chatml, "preference", pair)
+    prompt = len(example.prompt_ids)
+    whole = prompt + max(map(len, read.completions)) + 1  # the line break behind the stop token
+    folder = tiny.save(tiny.classifier("llama", vocab_size=len(chatml)), tmp_path / "m", chatml)
+    scorer = tiny.reward_functions([folder], of=chatml, **LENGTHS)
+    (judge,) = scorer.reward_models.values()
+    for one, num_tokens in ((example, prompt + 20 + 2), (read, whole)):
+        judge.limit = num_tokens
+        scorer.check_rows([one])
+        judge.limit = num_tokens - 1
+        scorer.check_rows([replace(one, messages=[])])
+        with pytest.raises(UserError) as caught:
+            scorer.check_rows([one])
+        words = (f"row 1 is up to {num_tokens} tokens", f"has {num_tokens - 1} positions; lower")
+        tiny.check_sentence(caught.value, *words)
+
+
 def test_text_is_left_as_it_is(tmp_path, chatml):
     (example,) = load(tmp_path, chatml, "sft", {"prompt": "Why?", "completion": " Because."})
     assert (example.prompt, example.messages) == ("Why?", [])
