@@ -223,6 +223,10 @@ MENDED = (
         "checkpoint/test_checkpoint.py::test_damage_is_named_and_the_one_before_is_taken",
     ),
     (
+        "A checkpoint with a shard or a manifest of another step was resumed from.",
+        "checkpoint/test_checkpoint.py::test_damage_is_named_and_the_one_before_is_taken",
+    ),
+    (
         "A second run in a folder read the checkpoints that the first one removes.",
         "checkpoint/test_checkpoint.py::test_a_folder_is_another_run_s_until_that_is_killed",
     ),

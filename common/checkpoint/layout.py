@@ -77,13 +77,25 @@ def describe(file: Path) -> dict[str, Any]:
 def damage(folder: Path) -> str:
     """The damage of a checkpoint, "" for a whole one. Collective: ranks share the reading."""
     try:
-        files = read_manifest(folder)["files"]
+        files = _listed_files(folder)
         mine = sorted(files)[distributed.rank() :: distributed.world_size()]
         named = [(name, _wrong(folder / name, files[name])) for name in mine]
         faults = [f"{name} {fault}" for name, fault in named if fault]
     except ValueError as error:
         faults = [str(error)]
     return min(distributed.from_all_ranks(faults), default="")
+
+
+def _listed_files(folder: Path) -> dict[str, Any]:
+    """The manifest's entries by file; a ValueError for a manifest or a shard of another one."""
+    contents = read_manifest(folder)
+    if NAME.fullmatch(folder.name) and step_of(folder) != contents.get("step"):
+        raise ValueError(f"its {MANIFEST} is of step {contents.get('step')}")
+    files: dict[str, Any] = contents["files"]
+    # torch reads every file with this suffix, listed or not
+    if strays := {path.name for path in folder.glob("*.safetensors")} - files.keys():
+        raise ValueError(f"{min(strays)} does not belong to it")
+    return files
 
 
 def _wrong(file: Path, expected: Mapping[str, Any]) -> str:

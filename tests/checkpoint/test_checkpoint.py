@@ -132,6 +132,10 @@ def flip(folder: Path) -> None:
     (folder / SHARD).write_bytes(content)
 
 
+def of_step_2(folder: Path, name: str) -> Path:
+    return folder.with_name("step_00000002") / name
+
+
 DAMAGE: list[tuple[Any, str]] = [
     (lambda folder: os.truncate(folder / SHARD, 1000), f"{SHARD} does not have its"),
     (flip, f"{SHARD} does not have its checksum"),
@@ -140,6 +144,14 @@ DAMAGE: list[tuple[Any, str]] = [
     (lambda folder: os.truncate(folder / "manifest.json", 99), "it has no manifest.json"),
     (lambda folder: (folder / "manifest.json").write_text("{}"), "it has no manifest.json"),
     (lambda folder: (folder / "manifest.json").write_text("[1]"), "it has no manifest.json"),
+    (
+        lambda folder: shutil.copy(of_step_2(folder, "manifest.json"), folder),
+        "its manifest.json is of step 2",
+    ),
+    (  # torch would read it, and the older numbers in it
+        lambda folder: shutil.copy(of_step_2(folder, SHARD), folder / "copy.safetensors"),
+        "copy.safetensors does not belong to it",
+    ),
 ]
 
 
