@@ -268,6 +268,10 @@ MENDED = (
         "stages/test_mistakes.py::test_a_negative_number_is_a_value_however_it_is_written",
     ),
     (
+        "A misspelt choice of a flag or of a recipe's key was refused without the nearest one.",
+        "config/test_hints.py::test_a_misspelt_choice_is_answered_with_the_nearest",
+    ),
+    (
         "A recipe that an editor began with a byte order mark was not read.",
         "stages/test_mistakes.py::test_a_recipe_with_a_byte_order_mark_is_read",
     ),

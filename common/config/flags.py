@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from common.errors import UserError
+from common.errors import UserError, hint
 
 AUTO = "auto"
 SMALLEST_TEMPERATURE = 1e-6  # logits are divided by it
@@ -79,7 +79,8 @@ def check_fields(config: Any) -> None:
 def missed(value: Any, choices: Sequence[Any] | None, bounds: Mapping[str, float], **_: Any) -> str:
     """The requirement that a value misses; empty if it meets all."""
     if choices and value not in choices:
-        return f"one of {choices}"
+        guess = hint(str(value), map(str, choices), "")
+        return f"one of {choices}" + f" ({guess})" * bool(guess)
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if not all(getattr(operator, name)(value, bound) for name, bound in bounds.items()):

@@ -174,3 +174,18 @@ def test_a_misspelt_name_is_answered_with_ours() -> None:
     typo = f"unknown argument '--Learnig_rate' (did you mean learning_rate? {PAGES})."
     assert refusal("train_sft.py", "--Learnig-rate") == typo
     assert refusal("train_dpo.py", "--loss_type", "hing").endswith("(did you mean hinge?).")
+
+
+@pytest.mark.parametrize(
+    ("value", "ending"),
+    [("cosin", " (did you mean cosine?)."), ("Linear", " (did you mean linear?)."), ("poly", ".")],
+)
+def test_a_misspelt_choice_is_answered_with_the_nearest(tmp_path: Path, value: str, ending: str):
+    """Of a flag and of a recipe's key; one that is like no choice gets their list alone."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"lr_scheduler_type: {value}\n")
+    choices = "['cosine', 'linear', 'constant']"
+    for words in (["--lr_scheduler_type", value], ["--config", str(recipe)]):
+        sentence = refusal("train_sft.py", "--output_dir", "unused", *words)
+        needed = f"it must be one of {choices}{ending}"
+        assert sentence == f"--lr_scheduler_type is {value!r}; {needed}"
