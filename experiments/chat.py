@@ -156,7 +156,16 @@ def load_policy(path: str, flags: argparse.Namespace) -> Policy:
 
 
 def complete(policy: Policy, ids: Sequence[int], seed: int) -> None:
-    """Print what a model writes behind a prompt, token by token."""
+    """Print what a model writes behind a prompt, token by token; a line if that has no room."""
+    limit = checks.max_positions(policy.lm.config)
+    num_new = policy.lm.generation_config.max_new_tokens
+    if limit is not None and len(ids) + num_new > limit:
+        print(
+            f"the prompt has {len(ids)} tokens and its completion up to {num_new}, too many for "
+            f"{limit} positions; shorten it, or lower --max_completion_length",
+            flush=True,
+        )
+        return
     inputs = torch.tensor([ids], device=policy.lm.device)
     tokenizer = policy.vocabulary.tokenizer
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -175,6 +184,11 @@ def main() -> None:
     parser.add_argument("--max_completion_length", type=int, help="tokens (default: the run's)")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
+    if not flags.temperature >= 0:  # NaN neither
+        raise UserError(f"--temperature is {flags.temperature}; it must be at least 0.")
+    if flags.max_completion_length is not None and flags.max_completion_length < 1:
+        number = flags.max_completion_length
+        raise UserError(f"--max_completion_length is {number}; it must be at least 1.")
     distributed.quieten()
     paths = dict.fromkeys(path for path in (flags.model, flags.compare) if path)
     policies = [load_policy(path, flags) for path in paths]

@@ -141,6 +141,15 @@ MENDED = (
         "experiments/test_typed_prompts.py::test_a_header_and_a_cue_are_what_nearly_all_prompts_share",
     ),
     (
+        "A typed prompt that was too long for the model ended the chat in a traceback.",
+        "experiments/test_typed_prompts.py"
+        "::test_a_prompt_without_room_is_a_line_and_the_next_is_completed",
+    ),
+    (
+        "A chat took a negative temperature for 0, and said nothing.",
+        "experiments/test_typed_prompts.py::test_flags_that_no_sampling_has_are_one_sentence",
+    ),
+    (
         "Texts were trained without the model's chat template, and nothing said so.",
         "text/test_chat.py::test_a_template_that_rows_of_text_do_not_use_is_noted_once",
     ),

@@ -181,3 +181,23 @@ def test_what_is_no_policy_is_one_sentence(tmp_path, printed, capsys):
         printed(f"{POST}\n", tmp_path)
     assert stopped.value.code == 2
     assert capsys.readouterr().err == f"error: the folder '{tmp_path}' holds no tokenizer.\n"
+
+
+def test_a_prompt_without_room_is_a_line_and_the_next_is_completed(folders, printed):
+    first, second = folders
+    words = (first, "--compare", second, "--temperature", 0)
+    out = printed(f"{'word ' * 200}\n{POST}\n", *words).out
+    assert out.count("and its completion up to 12, too many for 192 positions; shorten it") == 2
+    assert out.endswith(printed(f"{POST}\n", *words).out)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "least"),
+    [("temperature", -0.5, 0), ("temperature", "nan", 0), ("max_completion_length", 0, 1)],
+)
+def test_flags_that_no_sampling_has_are_one_sentence(printed, capsys, flag, value, least):
+    with pytest.raises(SystemExit) as stopped:
+        printed("", "unused", f"--{flag}", value)
+    assert stopped.value.code == 2
+    error = f"error: --{flag} is {value}; it must be at least {least}.\n"
+    assert capsys.readouterr().err == error
