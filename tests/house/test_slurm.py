@@ -142,8 +142,8 @@ def test_a_job_that_fails_is_not_queued_again(queue: Queue) -> None:
 
 # ---- without Slurm -------------------------------------------------------------------------------
 
-STAND_INS = {
-    "srun": '#!/bin/bash\ncd run && eval "$PLAN"\n',
+STAND_INS = {  # the clock of files ticks up to 10 ms: later files are newer only after a tick
+    "srun": '#!/bin/bash\nsleep 0.05; cd run && eval "$PLAN"\n',
     "scontrol": '#!/bin/bash\n[ "$*" != "requeue 4711" ] || touch queued_again\n',
 }
 SAVE = "mkdir -p checkpoints/step_00000001"
