@@ -355,6 +355,10 @@ MENDED = (
         "shutdown/test_failures.py"
         "::test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu",
     ),
+    (
+        "A rank whose torchrun was killed while the rank imported waited half an hour.",
+        "shutdown/test_failures.py::test_a_process_whose_torchrun_died_while_it_imported_ends",
+    ),
     # comparisons
     (
         "TRL's side of the time to quality got an empty setting, and ended before its first step.",

@@ -5,6 +5,7 @@ unequal rows, or with none at all, make the steps that one process makes. About
 `common.shutdown` and `common.launch`.
 """
 
+import ctypes
 import errno
 import itertools
 import json
@@ -452,6 +453,32 @@ def test_restarts_need_a_new_store(monkeypatch: Any) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(UserError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         processes.refuse_stale_store()
+
+
+def status_of_orphan(parent: str) -> int:
+    """Exit status of a process whose torchrun died while it imported, as a child of `parent`."""
+    prctl, pr_set_name, pr_set_child_subreaper = ctypes.CDLL(None).prctl, 15, 36
+    prctl(pr_set_child_subreaper, 1, 0, 0, 0)  # orphans become children of this process
+    prctl(pr_set_name, parent.encode(), 0, 0, 0)
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    this = os.getpid()
+    if launcher := os.fork():
+        os.waitpid(launcher, 0)
+        return os.waitstatus_to_exitcode(os.wait()[1])
+    if os.fork():
+        os._exit(0)
+    while os.getppid() != this:
+        time.sleep(0.05)
+    processes.die_with_launcher()
+    os._exit(7)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize(("parent", "status"), [("systemd", -signal.SIGKILL), ("pt_elastic", 7)])
+def test_a_process_whose_torchrun_died_while_it_imported_ends(
+    parent: str, status: int, tmp_path: Path
+) -> None:
+    assert launch(status_of_orphan, 1, tmp_path, parent=parent) == [status]
 
 
 def test_a_sentence_with_another_at_its_end_has_one_full_stop() -> None:
