@@ -198,9 +198,16 @@ def sample_and_reward(
     from common.record.glossary import LOGGED_PREFIX
 
     run.checkpointer.stop_if_asked(run.step, at_once=True)
-    with run.metrics.timed("sample_seconds"), run.saved_on_user_error(run.step):
+    bar = distributed.progress_bar(
+        "rollouts", len(examples) * config.num_candidates, unit="completion"
+    )
+    with run.metrics.timed("sample_seconds"), run.saved_on_user_error(run.step), bar:
         candidates = sampler.sample(
-            examples, num_samples=config.num_candidates, step=run.step, **config.sampling
+            examples,
+            num_samples=config.num_candidates,
+            step=run.step,
+            report=bar.update,
+            **config.sampling,
         )
     with run.metrics.timed("score_seconds"), run.saved_on_user_error(run.step):
         scored = rollouts.reward(scorer, examples, candidates, config, run.step, run.total_steps)

@@ -236,8 +236,8 @@ def progress_bar(
 ) -> Any:
     """A tqdm bar on stderr of rank 0; without a terminal it prints a line every 30 seconds instead.
 
-    A bar with another unit than steps is inside a run and disappears at its end. As an iterator it
-    gives and counts the `items`, and appears once they take seconds.
+    A bar with another unit than steps is inside a run: it appears once it takes seconds, and
+    disappears at its end. As an iterator it gives and counts the `items`.
     """
     from tqdm import tqdm
 
@@ -256,11 +256,11 @@ def progress_bar(
         file=sys.stderr if interactive else lines,
         dynamic_ncols=interactive,
         ascii=None if interactive else True,
-        miniters=1,
+        miniters=0,  # also for a part of a completion
         mininterval=0.2 if interactive else 30.0,
-        delay=(0.0 if items is None else 2.0) if interactive else 30.0,
+        delay=(0.0 if unit == "step" and items is None else 2.0) if interactive else 30.0,
         smoothing=0.1,
-        unit_scale=unit == "row",
+        unit_scale=unit in ("row", "completion"),
         leave=unit == "step",
         disable=not is_rank0(),
     )

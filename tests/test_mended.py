@@ -297,6 +297,14 @@ MENDED = (
         "test_run.py::test_a_run_says_once_what_a_step_takes",
     ),
     (
+        "No bar moved while GRPO sampled the completions of a step, for minutes.",
+        "grpo/test_grpo.py::test_the_bar_of_a_rollout_moves_with_every_token",
+    ),
+    (
+        "The bar of an evaluation stood still until whole batches of prompts were sampled.",
+        "sampling/test_generation.py::test_every_token_reports_its_part_of_the_completions",
+    ),
+    (
         "A finished run that went on lost its last evaluation.",
         "checkpoint/test_faults.py::test_a_finished_run_that_goes_on_keeps_its_last_evaluation",
     ),

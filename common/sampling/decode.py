@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +148,10 @@ class CopyingDecoder:
         return kept
 
 
+# Called with a number of completions that were drawn, of each token with its part of one
+Report = Callable[[float], object]
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings by which every completion of a run is sampled."""
@@ -187,6 +191,7 @@ def decode(
     prompts: Sequence[Sequence[int]],
     uniforms: Tensor,
     settings: Settings,
+    report: Report = lambda num_completions: None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample one batch: prefill the prompts once, then one token per forward for the live rows.
 
@@ -223,7 +228,9 @@ def decode(
         token_logps[rows, position] = logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         finished = finished | torch.isin(tokens, stops)
         kept = rows_to_keep(finished, num_rows, position)
-        if position + 1 == max_length or (kept is not None and len(kept) == 0):
+        is_last = position + 1 == max_length or (kept is not None and len(kept) == 0)
+        report(num_rows * (max_length - position if is_last else 1) / max_length)
+        if is_last:
             break
         if kept is not None:
             kept = decoder.keep(kept)

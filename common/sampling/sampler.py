@@ -4,7 +4,7 @@ The uniform numbers that decide a token are hashed from (seed, step, prompt, sam
 completion does not depend on the rank or batch that drew it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -18,11 +18,9 @@ from common.config.stages import SamplingConfig
 from common.data import row_numbers
 from common.model import rollout_copy
 from common.padding import right_pad
-from common.sampling.decode import Settings, decode
+from common.sampling.decode import Report, Settings, decode
 from common.sampling.graphs import MAX_KEPT_BYTES, StepGraphs
 from common.text.example import Example, Vocabulary
-
-Report = Callable[[int], object]  # called with a number of prompts that were completed
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +138,7 @@ class Sampler:
         top_k: int = 0,
         top_p: float = 1.0,
         step: int = 0,
-        report: Report = lambda num_prompts: None,
+        report: Report = lambda num_completions: None,
     ) -> Rollouts:
         """K completions of each of this rank's N prompts. Collective at its start only.
 
@@ -181,9 +179,9 @@ class Sampler:
                     [example.prompt_ids for example in prompts],
                     uniforms(seed, row_numbers(prompts), samples, max_length),
                     settings,
+                    report,
                 )
                 batches.append(drawn)
-                report(len(prompts) if samples.stop == num_samples else 0)
             self.copy.is_kept = self.keeps_graphs(lm)
         return Rollouts(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
 
@@ -205,7 +203,8 @@ class Sampler:
         The settings are those of `sample`.
         """
         mine = range(distributed.rank(), len(examples), distributed.world_size())
-        with distributed.progress_bar(title, len(mine), unit="prompt") as bar:
+        total = len(mine) * num_samples
+        with distributed.progress_bar(title, total, unit="completion") as bar:
             local = self.sample(
                 [examples[i] for i in mine],
                 num_samples=num_samples,

@@ -5,8 +5,10 @@ Every variant trains without a warning on two ranks as it does on one, and diffe
 """
 
 import math
+import re
 import signal
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from common.record.metrics import Accumulator
 from common.rewards import functions
 from common.rewards.score import RewardLog, Rewards
 from common.run import Run
-from common.sampling.sampler import Rollouts
+from common.sampling.sampler import Rollouts, Sampler
 from common.shutdown import signals
 from tests.variants import REWARD_FILE, behind, stopping_model_job
 
@@ -386,6 +388,27 @@ def test_a_reward_that_does_not_apply_adds_nothing():
     by_function["b"] = torch.tensor([[torch.nan, 4.0, torch.nan]])
     both = rollouts.advantage_rewards(torch.zeros(1, 3), by_function, stopped, config)
     assert both[1].tolist() == [[4.0, 4.0, 4.0]]
+
+
+def test_the_bar_of_a_rollout_moves_with_every_token(monkeypatch, capsys):
+    """On a terminal, once it takes seconds: here at once."""
+    progress_bar = distributed.progress_bar
+
+    def at_once(*args: Any, **options: Any) -> Any:
+        bar = progress_bar(*args, **options)
+        bar.delay = bar.mininterval = 0.0
+        return bar
+
+    monkeypatch.setattr(distributed, "progress_bar", at_once)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(rollouts, "reward", mock.MagicMock())
+    config, examples = new_config(), tiny.ragged_examples([(9,), (1,)])
+    sampler = Sampler(Policy(tiny.causal_lm("gpt2")), tiny.vocabulary(()), config)
+    run, real = mock.MagicMock(step=0), torch.ones(2, dtype=torch.bool)
+    train_grpo.sample_and_reward(run, sampler, mock.Mock(), config, examples, real)
+    drawn = capsys.readouterr().err.split("\r")
+    numbers = [match[1] for text in drawn if (match := re.search(r"\| ([\d.]+)/6.00 ", text))]
+    assert numbers == [f"{6 * token / 8:.2f}" for token in range(1, 9)]
 
 
 def fake_draw(flat_rows: set[int], drawn: list[int]) -> Any:

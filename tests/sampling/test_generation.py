@@ -368,6 +368,19 @@ def test_completions_end_with_their_first_stop_token(gpt2, stop_ids):
     assert {True, False} == set(rollouts.has_stop.tolist())
 
 
+@pytest.mark.parametrize("stop_ids", [(STOP,), MANY_STOPS])
+def test_every_token_reports_its_part_of_the_completions(gpt2, stop_ids):
+    """In two batches, of a prompt's first 4 samples and of its last one; stops end them early."""
+    parts: list[float] = []
+    sampler = new_sampler(gpt2, stop_ids=stop_ids, generation_batch_size=4)
+    rollouts = sampler.sample(EXAMPLES[:1], num_samples=5, report=parts.append)
+    longest = [int(rollouts.lengths[rows].max()) for rows in (slice(0, 4), slice(4, 5))]
+    assert len(parts) == sum(longest)
+    assert parts[0] == pytest.approx(4 / 12)  # of at most 12 tokens
+    assert sum(parts[: longest[0]]) == pytest.approx(4)
+    assert sum(parts) == pytest.approx(5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_decoding_ends_when_every_row_has_stopped(family, layout):

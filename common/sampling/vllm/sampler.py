@@ -17,8 +17,8 @@ from torch import nn
 from common import distributed, noise
 from common.config.engine import EngineConfig
 from common.data import row_numbers
-from common.sampling.decode import Settings
-from common.sampling.sampler import Report, Rollouts, Sampler
+from common.sampling.decode import Report, Settings
+from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.server import Server
 from common.sampling.vllm.weights import Weights, sender
 from common.text.example import Example, Vocabulary
@@ -97,9 +97,9 @@ class EngineSampler(Sampler):
             self.update_weights()
         try:
             with distributed.together():
-                for (_, first), choices in zip(requests, pool.map(ask, requests), strict=True):
+                for choices in pool.map(ask, requests):
                     drawn += choices * (num_samples // num_distinct)
-                    report(int(first == 0))
+                    report(len(choices) * (num_samples // num_distinct))
                 ids = [choice["token_ids"] for choice in drawn]
                 logps = [[one["logprob"] for one in c["logprobs"]["content"]] for c in drawn]
                 stops = [completion[-1] in self.vocabulary.stop_ids for completion in ids]
