@@ -20,6 +20,7 @@ from common.noise import permutation
 from common.padding import MAKERS, AnyBatch, SharedPrefixBatch
 from common.text.example import Example, Vocabulary
 
+MOST_FILLER = 10_000  # largest batch, fillers included, where the data set has fewer rows
 order_of_epoch = functools.lru_cache(1)(permutation)
 
 
@@ -47,9 +48,15 @@ class BatchOrder:
 
     @classmethod
     def of_training(cls, config: RowsConfig, examples: Sequence[Example]) -> "BatchOrder":
-        """Order of this process in training; a UserError for a batch that ranks cannot share."""
+        """Order of this process in training.
+
+        A UserError for a batch that ranks cannot share, or that is nearly all filler.
+        """
         rank, world_size = distributed.rank(), distributed.world_size()
         distributed.refuse_uneven(config.batch_size, world_size)
+        most = max(MOST_FILLER, len(examples))
+        if config.batch_size > most:
+            raise config.refused("batch_size", f"at most {most}: there are {len(examples)} rows")
         of_completions = [sum(map(len, e.completions)) for e in examples]
         num_tokens = [len(e.prompt_ids) + n for e, n in zip(examples, of_completions, strict=True)]
         total = sum(of_completions)

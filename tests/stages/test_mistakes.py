@@ -138,6 +138,11 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     ),
     # Sizes
     ("train_sft", {"batch_size": 0}, ["--batch_size is 0", "above 0"]),
+    *(
+        (stage, {"batch_size": 20_000}, ["--batch_size is 20000", "at most 10000", "4 rows"])
+        for stage in STAGES
+        if stage != "evaluate"
+    ),
     ("train_sft", {"max_prompt_length": 60}, ["--max_prompt_length 60", "64 positions"]),
     ("train_sft", {"max_prompt_length": 5}, ["4 of 4 rows", "prompt over max_prompt_length"]),
     ("train_grpo", {"num_candidates": 4}, ["--num_generations is 8", "--num_candidates, 4"]),
