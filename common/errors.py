@@ -1,10 +1,14 @@
 """User errors: the exceptions, and the wording of their sentences."""
 
 import difflib
+import os
+import re
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 MAX_NAMED = 8  # rows in a message
 NO_ROOM = (
     *("No space left on device", "Disk quota exceeded", "File too large"),  # as the system has it
@@ -94,3 +98,21 @@ def hint(name: str, names: Iterable[str], otherwise: str = "see --help for the f
     """A suggestion for an unknown name: the closest of the names, if any is alike."""
     close = difflib.get_close_matches(name, list(names), 1)
     return f"did you mean {close[0]}?" if close else otherwise
+
+
+def why_missing(path: str) -> str:
+    """Why a path does not exist, as the end of a sentence; empty if it does, or if unknown.
+
+    The command runs outside of the repository's root, or no run has written the model yet.
+    """
+    if os.path.exists(path):
+        return ""
+    if os.path.exists(ROOT / path):
+        there = f"run in the repository's root, {ROOT}"
+        return f"; paths are relative to the working directory: {there}"
+    run, _, folder = path.rstrip("/").rpartition("/")
+    if not run or folder != "model":
+        return ""
+    stage = re.search("sft|reward|dpo|grpo", os.path.basename(run))
+    script = f"train_{stage[0]}.py" if stage else "a training script"
+    return f"; {script} with --output_dir {run} writes it"

@@ -340,6 +340,22 @@ MENDED = (
     ),
     # messages
     (
+        "A path of the repository was said not to exist, not that the command ran elsewhere.",
+        "stages/test_mistakes.py::test_a_mistake_ends_in_one_sentence_before_weights_are_read",
+    ),
+    (
+        "A model that no stage had written yet was said not to exist, not which command writes it.",
+        "stages/test_mistakes.py::test_a_mistake_ends_in_one_sentence_before_weights_are_read",
+    ),
+    (
+        "Pickled weights were refused without their file's name and without a remedy.",
+        "stages/test_mistakes.py::test_a_mistake_ends_in_one_sentence_before_weights_are_read",
+    ),
+    (
+        "A run with checkpoints was said to hold no model, and none of them was named.",
+        "stages/test_mistakes.py::test_a_mistake_ends_in_one_sentence_before_weights_are_read",
+    ),
+    (
         "A column of system messages next to messages was left out, and nothing said so.",
         "text/test_schemas.py::test_a_system_message_in_a_column_is_said_to_be_unread",
     ),

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, gist
+from common.errors import UserError, gist, why_missing
 
 
 def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
@@ -22,7 +22,8 @@ def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
         repeated = repeated_key(nodes)  # before keys are merged (<<), which changes the nodes
         recipe = loader.construct_document(nodes) if nodes else {}
     except OSError as error:
-        raise UserError(f"--config {file} cannot be read: {error.strerror}.") from None
+        reason = f"{error.strerror}{why_missing(file)}"
+        raise UserError(f"--config {file} cannot be read: {reason}.") from None
     except UnicodeDecodeError as error:
         raise UserError(f"--config {file} is not UTF-8: {error.reason}.") from None
     except yaml.MarkedYAMLError as error:

@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
 from common.config.stages import CommonConfig
-from common.errors import UserError, gist
+from common.errors import UserError, gist, why_missing
 from common.model.text_part import CAUSAL
 from common.record.run_folder import MANIFEST
 from common.text import sources
@@ -185,12 +185,16 @@ def check_location(path: str, content: Literal["model", "tokenizer"]) -> None:
                 f"the folder {path!r} holds an adapter and no model; merge it into its base first."
             )
         if not has_content:
-            inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
+            saved = [*folder.glob(f"step_*/{MANIFEST}"), *folder.glob(f"*/step_*/{MANIFEST}")]
+            inside = f"; give a checkpoint in it, as {str(max(saved).parent)!r}" if saved else ""
+            if (folder / "model").is_dir():
+                inside = "; give its subfolder 'model'"
             raise UserError(f"the folder {path!r} holds no {content}{inside}.")
     elif folder.exists():
         return
     elif path.endswith(".json") or not sources.may_be_id(path):
-        raise UserError(f"the folder {path!r} does not exist {sources.NO_ID}.")
+        reason = why_missing(path) or f" {sources.NO_ID}"
+        raise UserError(f"the folder {path!r} does not exist{reason}.")
     else:
         sources.is_reachable()
 

@@ -26,7 +26,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from common import distributed
 from common.config.flags import ModelFlags
 from common.config.stages import CommonConfig
-from common.errors import UserError, gist
+from common.errors import UserError, gist, why_missing
 from common.noise import HEAD_STDS, derive_seed
 from common.text.example import Example, Vocabulary
 
@@ -82,7 +82,7 @@ def load_tokenizer(
             path, revision=revision, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises no subclass of it
-        reason = checks.reason(error)
+        reason = checks.reason(error) + why_missing(path)
         raise UserError(f"no tokenizer could be loaded from {path!r}: {reason}.") from None
     if needs_eos and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
@@ -261,7 +261,7 @@ def find_config(
     except UserError:
         raise
     except Exception as error:  # of many types, by what is wrong in the folder
-        reason = checks.reason(error)
+        reason = checks.reason(error) + why_missing(path)
         raise UserError(f"no model could be found at {path!r}: {reason}.") from None
 
 
@@ -375,6 +375,10 @@ def load(
         )
     except Exception as error:  # of many types, as above
         reason = checks.reason(error)
+        names = sorted(file.name for file in Path(path).glob("*model*"))
+        if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:
+            remedy = "save the model again as safetensors"
+            reason += f"; {pickles[0]} is a pickle, which may run code: {remedy}"
         raise UserError(
             f"no safetensors weights could be loaded from {path!r}: {reason}."
         ) from None

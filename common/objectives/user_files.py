@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from common.errors import UserError
+from common.errors import UserError, why_missing
 
 USER_FOLDERS: list[str] = []  # that `module_of` has added to sys.path
 
@@ -21,7 +21,8 @@ def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
     if not file.endswith(".py") or not function_name:
         raise UserError(f"{flag} has {name!r}; name the function: path/to/file.py:function.")
     if not os.path.isfile(path):
-        raise UserError(f"{flag} has {name!r}, and there is no file {file!r}.")
+        reason = why_missing(file)
+        raise UserError(f"{flag} has {name!r}, and there is no file {file!r}{reason}.")
     function = getattr(module_of(path), function_name, None)
     if not callable(function):
         raise UserError(f"{flag} has {name!r}, and {file!r} has no function of that name.")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import UserError, why_missing
 from common.objectives.user_files import load_from_file
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
@@ -186,8 +186,9 @@ def find_function(name: str) -> RewardFunction | None:
         return load_from_file(name)
     if not os.path.isdir(name) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is None:
         raise UserError(
-            f"reward_funcs has {name!r}, which is no folder and no built-in function; give "
-            f"{', '.join(KINDS)}, or a reward model's folder or hub id (owner/name)."
+            f"reward_funcs has {name!r}, which is no folder and no built-in function"
+            f"{why_missing(name)}; give {', '.join(KINDS)}, or a reward model's folder or hub id "
+            "(owner/name)."
         )
     return None
 

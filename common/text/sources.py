@@ -13,7 +13,7 @@ from typing import Any
 
 from common import distributed
 from common.config.stages import CommonConfig
-from common.errors import UserError, gist
+from common.errors import UserError, gist, why_missing
 from common.text.schemas import COMPLETION_COLUMNS, RawRow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
@@ -169,9 +169,10 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
             )
         return [path]
     if is_named or not may_be_id(dataset_name):
-        advice = f" {NO_ID}; give a file or a folder"
-        if dataset_name.startswith("data/") and not is_named:
+        advice = why_missing(dataset_name)
+        if not advice and dataset_name.startswith("data/") and not is_named:
             advice = "; where a recipe names it, the make_rows.py next to the recipe makes it"
+        advice = advice or f" {NO_ID}; give a file or a folder"
         raise UserError(f"dataset_name {dataset_name!r} does not exist{advice}.")
     return []
 
@@ -337,7 +338,7 @@ def rows_of(name: str, split: str, config: str) -> Any:
         kind = NoSuchSplitError if str(error).startswith("Unknown split") else UserError
         raise kind(
             f"dataset_name {name!r} (split {split!r}) is no local file or folder and cannot be "
-            f"loaded from the hub: {str(error).rstrip('.')}."
+            f"loaded from the hub: {str(error).rstrip('.')}{why_missing(name)}."
         ) from None
     # Its library names the folder of its cache by the commit.
     files = " ".join(str(file["filename"]) for file in data.cache_files)

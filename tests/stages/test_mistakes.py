@@ -63,10 +63,23 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     ),
     ("train_sft", {"resume_from_checkpoint": "run/gone"}, ["--resume_from_checkpoint run/gone"]),
     ("train_sft", {"dataset_name": "gone.jsonl"}, ["'gone.jsonl' does not exist"]),
+    ("train_sft", {"dataset_name": "assets/recipes"}, ["does not exist", "repository's root, "]),
+    ("train_sft", {"config": "assets/recipes/demo/sft.yaml"}, ["No such", "repository's root, "]),
     ("train_sft", {"dataset_train_split": "test"}, ["'test'", "train.jsonl"]),
     ("train_sft", {"dataset_name": "data/gsm8k/rows"}, ["exist; where a recipe", "make_rows.py"]),
     ("train_sft", {"model_name_or_path": "./nowhere"}, ["'./nowhere' does not exist"]),
     ("train_sft", {"model_name_or_path": "old_run"}, ["'old_run'", "its subfolder 'model'"]),
+    ("train_sft", {"model_name_or_path": "saved_run"}, ["'saved_run/checkpoints/step_00000009'"]),
+    (
+        "train_dpo",
+        {"ref_model_name_or_path": "out/sft_2/model"},
+        ["'out/sft_2/model'", "train_sft.py with --output_dir out/sft_2 writes it"],
+    ),
+    (
+        "evaluate",
+        {"policies": "policy", "reward_models": "output/mine/model"},
+        ["'output/mine/model'", "a training script with --output_dir output/mine writes it"],
+    ),
     ("train_grpo", {"reward_funcs": "silver.py:f"}, ["no file 'silver.py'"]),
     ("train_grpo", {"reward_funcs": "rewards.py"}, ["'rewards.py'", "path/to/file.py:function"]),
     ("train_grpo", {"reward_funcs": "rewards.py:best"}, ["'rewards.py:best'", "no function"]),
@@ -87,7 +100,7 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts
     ("train_sft", {"model_name_or_path": "few_words"}, ["300 tokens", "'few_words'", "7"]),
     ("train_sft", {"model_name_or_path": "no_eos"}, ["'no_eos'", "no eos token"]),
     ("train_sft", {"stop_token": "TL;DR:"}, ["--stop_token 'TL;DR:' is", "tokens"]),
-    ("train_sft", {"model_name_or_path": "only_bin"}, ["no safetensors weights"]),
+    ("train_sft", {"model_name_or_path": "only_bin"}, ["pytorch_model.bin is a pickle", "again"]),
     ("train_sft", {"model_name_or_path": "partial"}, ["is missing, and "]),
     # Several models
     (

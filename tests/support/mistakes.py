@@ -57,6 +57,8 @@ FILES = {
     "twice.yaml": "seed: 1\nbatch_size: 2\nseed: 3\n",
     "typo.json": json.dumps({"model_type": "gpt2", "n_layr": 1}),
     "shape.json": json.dumps({"model_type": "gpt2", "n_layer": 1}),
+    "saved_run/checkpoints/step_00000001/manifest.json": "{}",
+    "saved_run/checkpoints/step_00000009/manifest.json": "{}",
     "rewards.py": """
 def lengths(prompts, completions, completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
@@ -76,6 +78,7 @@ def working_folder(folder: Path) -> Iterator[Path]:
     for name, rows in ROWS.items():
         tiny.write_rows(folder / name / "train.jsonl", rows)
     for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     make_models(folder)
     with tiny.working_directory(folder):
