@@ -95,7 +95,7 @@ def main(config: DPOConfig) -> None:
         run.logger.samples(step, sampler.table(shown))
 
     # Loop
-    for step in run.steps():
+    for step in run.steps(evaluate, show_samples):
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )

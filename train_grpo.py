@@ -120,7 +120,7 @@ def main(config: GRPOConfig) -> None:
     # Loop
     if config.eval_steps and run.step == 0:
         evaluate(0)  # where curves start
-    for step in run.steps():
+    for step in run.steps(evaluate, show_samples):
         # 1. Sample K candidates for each of this rank's N prompts, and score every one
         examples, real = data.prompts(train_set, order.rows(step))
         groups = sample_groups(examples, real)

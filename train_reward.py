@@ -90,7 +90,7 @@ def main(config: RewardConfig) -> None:
             run.logger.samples(step, pair_scores.pair_table(eval_set, scores, vocabulary, config))
 
     # Loop
-    for step in run.steps():
+    for step in run.steps(evaluate):
         batches = run.prefetched(
             step, lambda at: data.micro_batches(train_set, order.rows(at), config, vocabulary)
         )

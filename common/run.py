@@ -82,15 +82,18 @@ class Run:
         commit = getattr(lm.config, "_commit_hash", None)  # of a model of the hub
         self.logger = RunLogger(config, self.total_steps, self.step, commit)
 
-    def steps(self) -> Iterator[int]:
+    def steps(self, evaluate: Hook, show_samples: Hook | None = None) -> Iterator[int]:
         """The remaining steps, counted from 0; each ends with `end_step`.
 
+        If the run was saved because a hook of `end_step` failed, that one is called first.
         What a step takes is printed: its work before the first, and time and memory in it.
         """
         self.start = self.step
         if self.start < self.total_steps:
             self.logger.note(step_work(self.module.lm, self.order, self.config))
         num_updates = self.config.num_iterations * self.config.num_minibatches
+        if self.checkpointer.num_hooks is not None and self.start < self.total_steps:
+            self.call_hooks(self.start, evaluate, show_samples, self.checkpointer.num_hooks)
         self.forecast = Forecast(num_updates)
         for step in range(self.start, self.total_steps):
             self.step, self.has_updated = step, False
@@ -112,7 +115,9 @@ class Run:
         self.logger.note(f"about {times[0]} a step, {times[1]} for {run}, {gigabytes}")
 
     @contextmanager
-    def saved_on_user_error(self, step: int) -> Iterator[None]:
+    def saved_on_user_error(
+        self, step: int, before_hook: dict[str, Any] | None = None
+    ) -> Iterator[None]:
         """Save the run, after so many steps, if a UserError is raised. Collective.
 
         Updates that an unfinished step has made stay, and resuming does the whole step again.
@@ -125,7 +130,8 @@ class Run:
             has_updates = self.has_updated and step == self.step
             among = f", which has updates of step {step + 1} already" if has_updates else ""
             try:
-                error.add(f"; {self.checkpointer.save_before(step)}{among}" if step else "")
+                if step:
+                    error.add(f"; {self.checkpointer.save_before(step, before_hook)}{among}")
             except UserError as second:  # the disk is full
                 error.add(f"; {second}")
             raise
@@ -200,8 +206,7 @@ class Run:
     def end_step(self, evaluate: Hook, show_samples: Hook | None = None, **values: Any) -> None:
         """Log the metrics with `values`, and evaluate, show samples and save where due. Collective.
 
-        After the last step `finish` evaluates and shows samples. If one of these fails, the run is
-        saved, and resuming goes on behind it.
+        After the last step `finish` evaluates and shows samples.
         """
         done, config = self.step + 1, self.config
         self.metrics.add_values(**values, epoch=done / self.order.steps_per_epoch)
@@ -211,14 +216,24 @@ class Run:
         is_last = done == self.total_steps
         if is_last or is_due(done, config.logging_steps):
             self.logger.log_training(done, self.metrics)
-        hooks = ((evaluate, config.eval_steps), (show_samples, config.sample_steps))
-        for hook, interval in () if is_last else hooks:
-            if hook and is_due(done, interval):
-                with self.saved_on_user_error(done):
-                    hook(done)
+        if not is_last:
+            self.call_hooks(done, evaluate, show_samples)
         is_wanted = self.checkpointer.is_save_due() and not is_last  # then it is exported
         if is_wanted or (config.save_steps and (is_last or is_due(done, config.save_steps))):
             self.checkpointer.save(done)
+
+    def call_hooks(
+        self, done: int, evaluate: Hook, show_samples: Hook | None, num_called: int = 0
+    ) -> None:
+        """Call the hooks that are due after so many steps, except the first ones. Collective.
+
+        If one fails, the run is saved, and resuming calls it and those behind it.
+        """
+        hooks = ((evaluate, self.config.eval_steps), (show_samples, self.config.sample_steps))
+        for number, (hook, interval) in enumerate(hooks):
+            if hook and is_due(done, interval) and number >= num_called:
+                with self.saved_on_user_error(done, self.checkpointer.before_hook(number)):
+                    hook(done)
 
     def finish(self, hooks: Sequence[Hook], shift: Callable[[], float] = lambda: 0.0) -> None:
         """Export, and only then evaluate and show samples. Collective.

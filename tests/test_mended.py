@@ -248,6 +248,10 @@ MENDED = (
         "checkpoint/test_faults.py::test_a_reward_function_that_fails_costs_no_step",
     ),
     (
+        "An evaluation that failed was missing in a run that went on, or there twice.",
+        "checkpoint/test_faults.py::test_an_evaluation_that_could_not_be_recorded_is_made_again",
+    ),
+    (
         "A trained model that could not be written was lost.",
         "checkpoint/test_faults.py::test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint",
     ),

@@ -146,8 +146,8 @@ def test_a_step_of_sft_makes_few_python_calls(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text(json.dumps(shape))
     profile, steps = cProfile.Profile(), Run.steps
 
-    def profiled(run: Run) -> Iterator[int]:
-        for step in steps(run):
+    def profiled(run: Run, *hooks: Any) -> Iterator[int]:
+        for step in steps(run, *hooks):
             if step == 2:
                 profile.enable()
             yield step

@@ -100,6 +100,7 @@ class Checkpointer:
         self._step = -1  # the current one, counted from 0
         self._sums: dict[str, torch.Tensor] = {}  # of the metrics when it began
         self._saved_step = -1
+        self.num_hooks: int | None = None  # see `before_hook`; None: all were called
         self._vote = signals.StopVote()
         self._clock = SaveClock(60 * config.save_minutes)
 
@@ -114,16 +115,29 @@ class Checkpointer:
         self._sums = self.metrics.snapshot()
         self._save(step)
 
-    def save_before(self, step: int) -> str:
+    def save_before(self, step: int, before_hook: State | None = None) -> str:
         """Save the state before the unfinished `step`, if it is not saved yet. Collective.
 
-        Returns `resume_advice` for it, or raises a UserError as `save` does.
+        With a `before_hook` it is that before a hook of the step before, which failed. Returns
+        `resume_advice` for it, or raises a UserError as `save` does.
         """
         self._begin(step)
         if self._saved_step != step:
-            self._save(step)
+            self._save(step, before_hook)
         self.wait()
         return self.resume_advice(step)
+
+    def before_hook(self, number: int) -> State:
+        """What a checkpoint holds from before a hook of a step: so many were called, and lines."""
+        return {"num_hooks": number, "lines": self._count_lines()}
+
+    def _count_lines(self) -> dict[str, int]:
+        """Lines of the records by name, on rank 0, and {} elsewhere; flushed to the disk."""
+        paths = map(self.output_dir.joinpath, layout.RECORDS if distributed.is_rank0() else ())
+        there = [path for path in paths if path.exists()]
+        for path in there:
+            layout.flush(path)  # after a power cut it must hold the checkpoint's steps
+        return {path.name: num_lines(path) for path in there}
 
     def _begin(self, step: int) -> None:
         """Remember the metrics' sums when a step begins."""
@@ -131,7 +145,7 @@ class Checkpointer:
             self._step, self._sums = step, self.metrics.snapshot()
             self._clock.begin_step()
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, before_hook: State | None = None) -> None:
         self.wait()
         fsdp.reshard(self.model)
         optim.check_weights(self.model, step)
@@ -147,13 +161,11 @@ class Checkpointer:
             "config": asdict(self.config),
             REWARD: reward and asdict(reward),
             "world_size": distributed.world_size(),
-            "lines": {},
+            "num_hooks": None,
+            "lines": self._count_lines(),
             "sums": distributed.from_all_ranks([rank_sums]),  # by rank: addition rounds by order
         }
-        if distributed.is_rank0():
-            for path in filter(Path.exists, map(self.output_dir.joinpath, layout.RECORDS)):
-                layout.flush(path)  # after a power cut it must hold the checkpoint's steps
-                contents["lines"][path.name] = num_lines(path)
+        contents |= before_hook or {}
         if self.config.async_save:
             state = BlockingAsyncStager().stage(state)
         self._saved_step = step
@@ -248,13 +260,14 @@ class Checkpointer:
         this run's config. In `output_dir`, later and unfinished checkpoints are removed, and the
         records are cut to the lines that the checkpoint counted, to none without one of that
         folder. Of a run that ended at its step and now goes on, to `total_steps`, the last
-        evaluation and samples stay too. A UserError as `restore_state`, or if another run is
-        writing to `output_dir`.
+        evaluation and samples stay too, unless one failed and is made again (`num_hooks`). A
+        UserError as `restore_state`, or if another run is writing to `output_dir`.
         """
         manifest: State = {"step": 0, "lines": {}}
         if folder is not None:
             manifest = restore_state(folder, self.model, self.optimizer, self.reference)
             self._restore_sums(manifest["sums"])
+            self.num_hooks = manifest.get("num_hooks")
             distributed.print_rank0(f"resuming after step {manifest['step']} from {folder}")
             if folder.parent.resolve() == (self.output_dir / "checkpoints").resolve():
                 self._saved_step = manifest["step"]
@@ -271,6 +284,7 @@ class Checkpointer:
             lines = manifest["lines"] if step else {}  # what is before the first step comes again
             for name in layout.RECORDS:
                 goes_on = name in lines and step < total_steps  # else the end is measured again
+                goes_on = goes_on and self.num_hooks is None
                 last_step = step if goes_on else -1
                 keep_lines(self.output_dir / name, lines.get(name, 0), last_step)
         distributed.barrier()

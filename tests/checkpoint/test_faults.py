@@ -163,14 +163,32 @@ def test_a_reward_function_that_fails_costs_no_step(number, fault, message, inpu
         train("grpo", inputs, broken, **more)
     for run in (broken, whole):
         train("grpo", inputs, run, **more)
-    lines = untimed_lines(whole)
-    assert len(lines) == 5  # two of training, and evaluations at 0, 2 and 4
-    in_training = number == 16
-    if number == 3:  # the evaluation that failed, and the table behind it, are left out
-        lines = [line for line in lines if line["step"] != 2 or "eval_reward" not in line]
-    assert untimed_lines(broken) == lines
-    for name in ("model/model.safetensors", *["samples.jsonl"] * in_training):
+    assert len(untimed_lines(whole)) == 5  # two of training, and evaluations at 0, 2 and 4
+    assert untimed_lines(broken) == untimed_lines(whole)
+    for name in ("samples.jsonl", "model/model.safetensors"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
+def test_an_evaluation_that_could_not_be_recorded_is_made_again(
+    stage: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, also if the table of samples behind it, or a step, fails after that."""
+    more: dict[str, Any] = {"dataset_test_split": "train", "num_eval_rows": 2, "eval_steps": 2}
+    more |= {"max_prompt_length": 80, "num_train_rows": 4}  # without the row that is not finite
+    more |= {} if stage == "reward" else {"sample_steps": 2}
+    full = mock.Mock(side_effect=UserError("the disk is full."))
+    for owner, name in ((RunLogger, "log"), (RunLogger, "samples"), (optim, "clip_and_step")):
+        monkeypatch.setattr(owner, name, full)
+        with pytest.raises(UserError, match="disk is full"):
+            train(stage, inputs, tmp_path, **more)
+        monkeypatch.undo()
+    train(stage, inputs, tmp_path, **more)
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    steps = [row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")]
+    assert {*steps} == {2, 4}
+    assert steps.count(2) == steps.count(4)
 
 
 OBJECTIVES = """
