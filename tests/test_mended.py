@@ -283,6 +283,8 @@ MENDED = (
     (
         "A misspelt choice of a flag or of a recipe's key was refused without the nearest one.",
         "config/test_hints.py::test_a_misspelt_choice_is_answered_with_the_nearest",
+    ),
+    (
         "A batch size far beyond the rows filled the memory with rows that count nowhere.",
         "stages/test_mistakes.py::test_a_mistake_ends_in_one_sentence_before_weights_are_read",
     ),
