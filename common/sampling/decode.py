@@ -51,12 +51,15 @@ def draw_token(logps: Tensor, uniforms: Tensor) -> Tensor:
     Of log-probabilities (B, V) and independent float64 numbers (B, 2) in (0, 1).
     """
     size = math.isqrt(logps.shape[-1] - 1) + 1
-    blocks = nn.functional.pad(logps, (0, -logps.shape[-1] % size), value=-math.inf)
-    blocks = blocks.view(len(logps), -1, size)  # (B, V / size, size)
-    block = inverse_cdf(blocks.logsumexp(-1), uniforms[:, 0])  # (B,)
-    inside = blocks[torch.arange(len(logps), device=logps.device), block]  # (B, size)
+    rest = logps.shape[-1] % size  # tokens of the last block, if it is a shorter one
+    whole, short = logps.exp().split([logps.shape[-1] - rest, rest], -1)
+    sums = torch.cat([whole.unflatten(-1, (-1, size)).sum(-1), short.sum(-1, keepdim=True)], -1)
+    block = inverse_cdf(sums.log(), uniforms[:, 0])  # (B,)
+    columns = block[:, None] * size + torch.arange(size, device=logps.device)  # (B, size)
+    last = logps.shape[-1] - 1
+    inside = logps.gather(-1, columns.clamp(max=last)).masked_fill(columns > last, -math.inf)
     tokens = block * size + inverse_cdf(inside, uniforms[:, 1])
-    return tokens.clamp(max=logps.shape[-1] - 1)  # of scores that are nan the last, for `decode`
+    return tokens.clamp(max=last)  # of scores that are nan the last, for `decode`
 
 
 def restrict(logps: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -218,7 +221,10 @@ def decode(
     finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
     logits = decoder.logits
     for position in range(max_length):
-        logps = torch.log_softmax(logits.float() / (settings.temperature or 1.0), -1)  # (B', V)
+        scores = logits.float()  # (B', V)
+        if settings.temperature not in (0, 1):
+            scores = scores / settings.temperature
+        logps = torch.log_softmax(scores, -1)
         if settings.temperature == 0:
             tokens = logps.argmax(-1)
         else:

@@ -185,9 +185,11 @@ class DecodingCache:
             # Contiguous: a batched product would copy them all for every token that is drawn.
             columns = (x[0].index_select(1, self.index.flatten()) for x in (key, value))
             pair = torch.stack([x.unflatten(1, self.index.shape).transpose(0, 1) for x in columns])
+            if pair.device.type == "cpu":  # where `product` multiplies in float32: cast once
+                pair = pair.float()
             shape = (2, len(self.rows), key.shape[1], self.max_length, key.shape[-1])
             prompt_keys, prompt_values = self.hold((layer, "prompts"), pair)
-            sample_keys, sample_values = self.hold((layer, "samples"), key.new_zeros(shape))
+            sample_keys, sample_values = self.hold((layer, "samples"), pair.new_zeros(shape))
             self.prompt_keys[layer] = prompt_keys, prompt_values
             self.sample_keys[layer] = sample_keys, sample_values
 
@@ -199,8 +201,8 @@ class DecodingCache:
         Its query is (B', H, 1, d), its key and value (B', H', 1, d), which are stored.
         """
         keys, values = (stored[:, :, : self.width] for stored in self.sample_keys[layer])
-        keys.index_copy_(2, self.column, key)
-        values.index_copy_(2, self.column, value)
+        keys.index_copy_(2, self.column, key.to(keys.dtype))
+        values.index_copy_(2, self.column, value.to(values.dtype))
         grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (B', H', r, d)
         prompt_keys, prompt_values = self.prompt_keys[layer]  # (N, H', P, d)
         prompt_scores = product(self._by_prompt(grouped), prompt_keys.mT)  # (N, H', G r, P)
