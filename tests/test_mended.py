@@ -285,6 +285,14 @@ MENDED = (
         "config/test_hints.py::test_a_misspelt_choice_is_answered_with_the_nearest",
     ),
     (
+        "A run that was started twice threw away what the first finished while the second loaded.",
+        "checkpoint/test_checkpoint.py::test_what_a_run_finds_to_resume_holds_until_it_ends",
+    ),
+    (
+        "A second run in a folder was refused only after its models were loaded.",
+        "checkpoint/test_checkpoint.py::test_a_folder_is_another_run_s_until_that_is_killed",
+    ),
+    (
         "A batch size far beyond the rows filled the memory with rows that count nowhere.",
         "stages/test_mistakes.py::test_a_mistake_ends_in_one_sentence_before_weights_are_read",
     ),

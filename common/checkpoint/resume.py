@@ -31,20 +31,21 @@ RESTARTS = {
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that `--resume_from_checkpoint` means, None to start at step 0. Collective.
 
-    It warns of a damaged one and takes the one before it. Rank 0 lists the folders for all ranks.
-    Raises Stopped if this run is finished already, so that a list of commands can be repeated. A
-    UserError if the named folder is no whole checkpoint, or all are damaged; if `output_dir` has a
-    checkpoint or a model of another run; or if another run is writing to it.
+    From now on no other run may write to `output_dir`, or what is found would not hold. It warns of
+    a damaged one and takes the one before it. Rank 0 lists the folders for all ranks. Raises
+    Stopped if this run is finished already, so that a list of commands can be repeated. A UserError
+    if the named folder is no whole checkpoint, or all are damaged; if `output_dir` has a checkpoint
+    or a model of another run; or if another run is writing to it.
     """
     wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
     refuse_other_stage(config)
     goes_on = wanted in ("auto", "latest")
+    if distributed.is_rank0() and not (goes_on and is_trained(config)):
+        output_lock.take(output_dir)
     if distributed.from_rank0(goes_on and distributed.is_rank0() and is_trained(config)):
         raise signals.Stopped(
             f"finished before: {output_dir}/model; --resume_from_checkpoint none trains it again."
         )
-    if distributed.is_rank0() and layout.newest_first(output_dir):
-        output_lock.take(output_dir)  # no other run may remove one from now on
     folders: list[Path] = distributed.from_rank0(layout.newest_first(output_dir))
     if not goes_on:
         if is_restart(output_dir) and has_own(folders, config):

@@ -3,6 +3,7 @@
 The operating system holds it and releases it when the process ends, also by SIGKILL.
 """
 
+import contextlib
 import errno
 from pathlib import Path
 
@@ -14,6 +15,7 @@ NAME = ".lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a file system without locks
 
 _held: dict[Path, BaseFileLock] = {}  # by folder
+_made: dict[Path, list[Path]] = {}  # by folder: it and its parents, innermost first, if made here
 
 
 def take(output_dir: Path) -> None:
@@ -26,6 +28,7 @@ def take(output_dir: Path) -> None:
     if folder in _held:
         return
     lock = FileLock(folder / NAME, fallback_to_soft=False)
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
@@ -39,10 +42,22 @@ def take(output_dir: Path) -> None:
             return
         reason = error.strerror or error
         raise UserError(f"--output_dir {output_dir} cannot be written: {reason}.") from None
-    _held[folder] = lock
+    _held[folder], _made[folder] = lock, made
 
 
 def release(output_dir: Path) -> None:
     """Release the lock, if this process holds it."""
     if lock := _held.pop(output_dir.absolute(), None):
         lock.release()
+
+
+def give_up() -> None:
+    """Release every lock, of a run that failed, and remove the folders made for it if empty."""
+    for folder in [*_held]:
+        made = _made.get(folder, [])
+        if made and [*folder.iterdir()] == [folder / NAME]:
+            (folder / NAME).unlink()  # while the lock is held: nobody else can have it
+            with contextlib.suppress(OSError):  # others have files in a parent by now
+                for place in made:
+                    place.rmdir()
+        release(folder)

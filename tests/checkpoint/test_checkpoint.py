@@ -375,9 +375,10 @@ def test_a_folder_is_another_run_s_until_that_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        layout.folder_of(tmp_path, 1).mkdir(parents=True)
-        with pytest.raises(UserError, match="is being written by another run; wait"):
-            resume.find_checkpoint(tiny.train_config(output_dir=str(tmp_path)))  # before it is read
+        for wanted in ("auto", "none"):  # a checkpoint may come later, while this one loads
+            config = tiny.train_config(output_dir=str(tmp_path), resume_from_checkpoint=wanted)
+            with pytest.raises(UserError, match="is being written by another run; wait"):
+                resume.find_checkpoint(config)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     output_lock.take(tmp_path)
@@ -386,6 +387,34 @@ def test_a_folder_is_another_run_s_until_that_is_killed(tmp_path: Path) -> None:
     assert "UserError" in subprocess.run(again, cwd=ROOT, capture_output=True, text=True).stderr
     output_lock.release(tmp_path)
     subprocess.run(again, cwd=ROOT, check=True)
+
+
+def test_what_a_run_finds_to_resume_holds_until_it_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "new/run"
+    assert resume.find_checkpoint(tiny.train_config(output_dir=str(folder))) is None
+    again = [sys.executable, "-c", TAKE, str(folder)]
+    assert "UserError" in subprocess.run(again, cwd=ROOT, capture_output=True, text=True).stderr
+    output_lock.release(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ([], ["old"]),
+        (["old/a/mine"], ["old", "old/a", "old/a/mine"]),
+        (["old/a/b/metrics.jsonl"], ["old", "old/a", "old/a/b", *2 * ["old/a/b/"]]),
+    ],
+)
+def test_a_refused_run_leaves_no_folder(tmp_path: Path, files: list[str], left: list[str]) -> None:
+    (tmp_path / "old").mkdir()
+    output_lock.take(tmp_path / "old/a/b")
+    for name in files:
+        (tmp_path / name).write_text("")
+    output_lock.give_up()
+    there = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
+    assert len(there) == len(left)
+    assert all(path.startswith(name) for path, name in zip(there, left, strict=True))
+    output_lock.release(tmp_path / "old/a/b")
 
 
 # ---- which are kept ------------------------------------------------------------------------------

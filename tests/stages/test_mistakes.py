@@ -30,6 +30,7 @@ from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.errors import UserError
 from common.model import load
+from common.record import output_lock
 from common.record.jsonl import read_jsonl
 from common.sampling.sampler import Sampler
 from experiments.runs.stages import config_class
@@ -305,6 +306,7 @@ def reaches_weights(stage: str, flags: dict[str, Any], monkeypatch: pytest.Monke
     monkeypatch.setattr(load, "load", lambda *_, **__: (_ for _ in ()).throw(InterruptedError))
     with pytest.raises(InterruptedError):
         run_here(stage, arguments(stage, flags))
+    output_lock.give_up()  # else it ends with this process
 
 
 def run_here(stage: str, argv: list[str]) -> None:
