@@ -153,10 +153,10 @@ def read_policy_configs(
     if len(policy_configs) > 1:
         distributed.print_rank0(f"reference of KL and implicit rewards: {policies[0]}")
     elif policies:
-        distributed.print_rank0(
-            f"no reference of {policies[0]} is known: it is judged by log-probability, without KL; "
-            "--ref_model_name_or_path names one."
-        )
+        reason = f"no reference of {policies[0]} is known (--ref_model_name_or_path names one)"
+        if config.ref_model_name_or_path:
+            reason = f"{policies[0]} is its own reference"
+        distributed.print_rank0(f"{reason}: it is judged by log-probability, without KL")
     return policy_configs
 
 
