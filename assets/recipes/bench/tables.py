@@ -23,6 +23,7 @@ STAGES = {  # by how they are judged, and the digits of that
     **dict.fromkeys(("dpo", "grpo", "grpo, stop token"), ("gold reward", 3)),
 }
 MODELS = {"bench-tiny": "4 layers, 256 wide", "bench-gpt2-small": "GPT-2 small"}
+IN_BF16 = {f"{part}-bf16": f"{model}, bfloat16" for part, model in MODELS.items()}
 
 
 def rows(part: str) -> list[dict[str, Any]]:
@@ -41,7 +42,7 @@ def table() -> str:
     """How many times TRL's speed each row has, and which share of its memory."""
     lines = []
     heads = [row["row"] for row in rows("bench-tiny")]
-    for part, model in MODELS.items():
+    for part, model in (MODELS | IN_BF16).items():
         own = {row["row"]: f"{ratio(row):.1f} ({row['memory_ratio']:.2f})" for row in rows(part)}
         if own:
             lines.append([model, *(own.get(head, NOT_MEASURED) for head in heads)])

@@ -2,14 +2,15 @@
 
     make bench                             # random GPT-2 of 4 layers, 256 wide
     make bench BENCH_MODEL=gpt2-small      # 12 layers, 768 wide
+    make bench BENCH_FLAGS="--bf16"        # both sides in bfloat16, on a CPU that multiplies it
     python -m experiments.evidence.bench --stages sft dpo
     python -m experiments.evidence.bench --resume   # goes on where the same command was stopped
 
 Each row runs TRL, ours, then ours, TRL (`--rounds`), every run in a separate process; the first
 steps are warm-up. A round's figure is the median of its steps; a row's is the median of its rounds,
 its ratio's range that of the rounds. Writes `results.json` and `table.md` to
-`output/bench/<model>`. Fails where the first steps of both sides differ in loss or gradient norm;
-those of GRPO do, since each side samples.
+`output/bench/<model>`, with `--bf16` to `<model>-bf16`. Fails where the first steps of both sides
+differ in loss or gradient norm; those of GRPO do, since each side samples.
 """
 
 import argparse
@@ -28,14 +29,15 @@ from experiments.evidence.bench.rows import REACH_MEMORY, ROWS, SHAPES, BenchRow
 from experiments.evidence.bench.sides import SIDES
 
 REACH_OF_LARGER = 0.85  # of the tiny model's ratios, which a larger model must reach
-TOLERANCE = 1e-4  # of the first loss and gradient norm, relative
+# Of the first loss and gradient norm, relative; bfloat16 has 8 bits, and the sides round elsewhere
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 Result = dict[str, Any]
 
 
 def main() -> None:
     """Build the fixture, measure, write, compare the first steps."""
     arguments = parse_arguments()
-    folder = processes.REPOSITORY / "output" / "bench" / arguments.model
+    folder = folder_of(arguments)
     fixture = folder / "fixture"
     build = ["-m", "experiments.evidence.bench.fixture", f"--model={arguments.model}"]
     build += [f"--folder={fixture}"]  # in a separate process: see `processes`
@@ -48,21 +50,29 @@ def main() -> None:
     (folder / "table.md").write_text(table + "\n")
     print(f"\n{table}")
     print(f"\nresults and table are in {folder.relative_to(processes.REPOSITORY)}")
-    if wrong := [row["row"] for row in results["rows"] if row["difference"] > TOLERANCE]:
+    tolerance = TOLERANCES[results["dtype"]]
+    if wrong := [row["row"] for row in results["rows"] if row["difference"] > tolerance]:
         raise SystemExit(f"the first steps of TRL and ours differ in: {', '.join(wrong)}")
 
 
-def parse_arguments() -> argparse.Namespace:
+def folder_of(arguments: argparse.Namespace) -> Path:
+    """Where everything is written."""
+    name = arguments.model + "-bf16" * arguments.bf16
+    return processes.REPOSITORY / "output" / "bench" / name
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     names = list(ROWS)
     parser.add_argument("--stages", nargs="+", choices=names, default=names, help="rows to run")
     parser.add_argument("--rounds", type=int, default=2, help="TRL and ours, so many times")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 on both sides")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     resume_help = "take runs that this code left in runs.json as they are"
     parser.add_argument("--resume", action="store_true", help=resume_help)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Result:
@@ -80,13 +90,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Result:
                 output_dir = folder / "runs" / f"{row.name}-{side}-{round_number}"
                 steps, _ = num_steps(row, arguments.model)
                 # The seed gives other samples in every round, so that lengths average out.
-                numbers = {"threads": arguments.threads, "seed": round_number}
-                result = sides.run(side, row, folder / "fixture", steps, output_dir, **numbers)
+                settings = {"threads": arguments.threads, "seed": round_number}
+                settings |= {"bf16": arguments.bf16}
+                result = sides.run(side, row, folder / "fixture", steps, output_dir, **settings)
                 runs.append({"row": row.name, "side": side, "round": round_number, **result})
                 # What is there already survives an interruption of the rest.
                 write_atomically(file, [json.dumps(runs, indent=1) + "\n"])
     return {
         "model": arguments.model,
+        "dtype": "bfloat16" if arguments.bf16 else "float32",
         "machine": machine(arguments.threads),
         "runs": runs,
     }
@@ -158,7 +170,7 @@ def render(results: Result) -> str:
     here, difference = results["machine"], max(line["difference"] for line in results["rows"])
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
     note = (
-        f"{results['model']} model, float32, {here['cpu']}, {here['cores']} cores, "
+        f"{results['model']} model, {results['dtype']}, {here['cpu']}, {here['cores']} cores, "
         f"{here['threads']} thread(s) per process, {versions}. Losses and gradient norms of first "
         f"steps differ by up to {difference:.0e} of their value."
     )

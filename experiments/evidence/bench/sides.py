@@ -70,21 +70,32 @@ def our_command(
     return [f"train_{row.stage}.py", *words]
 
 
-def trl_command(row: BenchRow, fixture: Path, steps: int, output: Path, seed: int = 0) -> list[str]:
+def trl_command(
+    row: BenchRow, fixture: Path, steps: int, output: Path, seed: int = 0, *, bf16: bool = False
+) -> list[str]:
     """The same row in TRL, which adds a line to a file."""
     flags = {"row": row.name, "fixture": fixture, "steps": steps, "output": output, "seed": seed}
     words = [f"--{name}={value}" for name, value in flags.items()]
+    words += ["--bf16"] * bf16
     return ["-m", "experiments.evidence.bench.trl_stages", *words]
 
 
 def run(
-    side: str, row: BenchRow, fixture: Path, steps: int, output_dir: Path, threads: int, seed: int
+    side: str,
+    row: BenchRow,
+    fixture: Path,
+    steps: int,
+    output_dir: Path,
+    *,
+    threads: int,
+    seed: int,
+    bf16: bool = False,
 ) -> dict[str, Any]:
     """Run a row on a side: step times in seconds, the first loss and gradient norm, peak MB."""
     file = output_dir / METRICS
-    words = our_command(row, fixture, steps, output_dir, seed)
+    words = our_command(row, fixture, steps, output_dir, seed, {"bf16": bf16})
     if side == "trl":
-        words = trl_command(row, fixture, steps, file, seed)
+        words = trl_command(row, fixture, steps, file, seed, bf16=bf16)
     shutil.rmtree(output_dir, ignore_errors=True)  # a finished run is not made again
     output_dir.mkdir(parents=True)
     peak = processes.run(words, output_dir.with_suffix(".log"), threads=threads)

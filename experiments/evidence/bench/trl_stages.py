@@ -82,7 +82,10 @@ class StepTimer(TrainerCallback):
 def trainer_of(
     stage: str, path: Path, rows: datasets.Dataset, settings: dict[str, Any], **more: Any
 ) -> Any:
-    """TRL's trainer of a stage: float32, and bfloat16 on a GPU; TRL loads the model in float32."""
+    """TRL's trainer of a stage; TRL loads the model in float32.
+
+    It computes in bfloat16 on a GPU, or where `settings` say so.
+    """
     trainer, config = {
         "sft": (trl.SFTTrainer, trl.SFTConfig),
         "reward": (trl.RewardTrainer, trl.RewardConfig),
@@ -145,6 +148,8 @@ def tune(arguments: argparse.Namespace) -> None:
     for size, extra in [*((size, "") for size in sizes), *((0, name) for name in extras)]:
         size = size or min(seconds, key=seconds.__getitem__, default=0)
         settings = {extra: True} if extra else {}
+        if arguments.bf16:
+            settings["bf16"] = True
         record: dict[str, Any] = {"variant": f"{size} rows" + f", {extra}" * bool(extra)}
         gc.collect()
         if on_gpu:
@@ -174,6 +179,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bf16", action="store_true", help="on a CPU too")
     parser.add_argument("--sizes", type=int, nargs="*", help="rows of a micro-batch to try")
     extras_help = "settings to try at the fastest of them"
     parser.add_argument("--extras", nargs="*", default=[], help=extras_help)

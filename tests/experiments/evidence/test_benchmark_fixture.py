@@ -178,8 +178,11 @@ def test_figures_leave_the_warm_up_out_and_first_steps_are_compared():
 
 
 def test_a_run_starts_in_an_empty_folder_and_is_read(tmp_path, monkeypatch):
+    started: list[list[str]] = []
+
     def start(words: list[str], log: Path, *, threads: int) -> float:
         assert [*tmp_path.iterdir()] == []
+        started.append(words)
         lines = [{"step_seconds": x, "loss": x, "grad_norm": 3.0} for x in (1.0, 1.5)]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
         return 5.0
@@ -187,8 +190,30 @@ def test_a_run_starts_in_an_empty_folder_and_is_read(tmp_path, monkeypatch):
     (tmp_path / "of an earlier command").touch()
     monkeypatch.setattr(processes, "run", start)
     result = sides.run("ours", ROWS["sft"], Path("x"), 2, tmp_path, threads=1, seed=0)
+    assert started.pop()[-2:] == ["--bf16", "False"]
     first = {"loss": 1.0, "grad_norm": 3.0}
     assert result == first | {"step_seconds": [1.0, 1.5], "peak_mb": 5.0}
+
+
+def test_both_sides_of_a_row_compute_in_bfloat16_or_neither(tmp_path, monkeypatch):
+    started: list[list[str]] = []
+
+    def start(words: list[str], log: Path, *, threads: int) -> float:
+        started.append(words)
+        (tmp_path / "run/metrics.jsonl").write_text('{"step_seconds": [1.0]}\n')
+        return 5.0
+
+    monkeypatch.setattr(processes, "run", start)
+    for bf16 in (False, True):
+        for side in sides.SIDES:
+            sides.run(
+                side, ROWS["sft"], tmp_path, 2, tmp_path / "run", threads=1, seed=0, bf16=bf16
+            )
+    plain, _, fast, ours = started
+    assert fast == [*plain, "--bf16"]
+    assert ours[-2:] == ["--bf16", "True"]
+    parsed = bench.parse_arguments(["--bf16"]), bench.parse_arguments([])
+    assert [bench.folder_of(each).name for each in parsed] == ["tiny-bf16", "tiny"]
 
 
 def system(gold: float, kl: float = 0.5) -> System:
