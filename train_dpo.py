@@ -29,9 +29,11 @@ from common.evaluation import pair_scores
 from common.forward import Policy, sequence_scores
 from common.model import fsdp, load
 from common.pairs.reference import PairReference
+from common.record import output_lock
 from common.run import Run
 
 
+@output_lock.given_up_on_error()
 def main(config: DPOConfig) -> None:
     """Train, export, evaluate."""
     from common.checkpoint.resume import find_checkpoint

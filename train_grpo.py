@@ -56,6 +56,7 @@ from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
 from common.losses import aggregate, kl_estimate, probability_ratio
 from common.model import fsdp, load
+from common.record import output_lock
 from common.run import Run
 from common.text.example import Example
 
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from common.sampling.sampler import Sampler
 
 
+@output_lock.given_up_on_error()
 def main(config: GRPOConfig) -> None:
     """Train, export, evaluate."""
     from common.checkpoint.resume import find_checkpoint

@@ -45,10 +45,12 @@ from common.evaluation import pair_scores
 from common.forward import RewardModel
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
+from common.record import output_lock
 from common.run import Run
 from common.text.example import Example, Vocabulary
 
 
+@output_lock.given_up_on_error()
 def main(config: RewardConfig) -> None:
     """Train, shift, export, evaluate."""
     from common.checkpoint.resume import find_checkpoint

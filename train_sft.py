@@ -25,9 +25,11 @@ from common.config.stages import SFTConfig
 from common.forward import Policy
 from common.losses import sft_loss
 from common.model import fsdp, load
+from common.record import output_lock
 from common.run import Run
 
 
+@output_lock.given_up_on_error()
 def main(config: SFTConfig) -> None:
     """Train, export, evaluate."""
     from common import scoring

@@ -105,14 +105,15 @@ def why_missing(path: str) -> str:
 
     The command runs outside of the repository's root, or no run has written the model yet.
     """
-    if os.path.exists(path):
+    if not path or os.path.exists(path):
         return ""
     if os.path.exists(ROOT / path):
         there = f"run in the repository's root, {ROOT}"
         return f"; paths are relative to the working directory: {there}"
     run, _, folder = path.rstrip("/").rpartition("/")
-    if not run or folder != "model":
+    stages = {*re.findall("sft|reward|dpo|grpo", os.path.basename(run))}
+    may_be_id = "/" not in run and not stages  # of the hub
+    if not run or folder != "model" or may_be_id:
         return ""
-    stage = re.search("sft|reward|dpo|grpo", os.path.basename(run))
-    script = f"train_{stage[0]}.py" if stage else "a training script"
+    script = f"train_{stages.pop()}.py" if len(stages) == 1 else "a training script"
     return f"; {script} with --output_dir {run} writes it"

@@ -1,7 +1,6 @@
 """Start and end of a script: its config, error messages, and the exit status."""
 
 import atexit
-import contextlib
 import os
 import signal
 import sys
@@ -97,7 +96,6 @@ def fail(error: BaseException) -> NoReturn:
     at once, and the others, which may have the same error, only after `PATIENCE`. A rank that lost
     its peers also waits, because one of them is the cause.
     """
-    from common.record import output_lock
     from common.shutdown import failures, processes, signals
 
     if isinstance(error, SystemExit) and not dist.is_initialized():
@@ -105,8 +103,6 @@ def fail(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         close_and_exit(130)  # as a shell reports SIGINT
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with contextlib.suppress(OSError):
-        output_lock.give_up()
     is_lost = failures.lost_peers(error)
     if is_lost and signals.received():
         close_and_exit(1)  # torchrun has asked for it, and names the cause

@@ -232,7 +232,8 @@ class Run:
         hooks = ((evaluate, self.config.eval_steps), (show_samples, self.config.sample_steps))
         for number, (hook, interval) in enumerate(hooks):
             if hook and is_due(done, interval) and number >= num_called:
-                with self.saved_on_user_error(done, self.checkpointer.before_hook(number)):
+                before = self.checkpointer.before_hook(number)
+                with self.saved_on_user_error(done, before):
                     hook(done)
 
     def finish(self, hooks: Sequence[Hook], shift: Callable[[], float] = lambda: 0.0) -> None:
@@ -245,6 +246,7 @@ class Run:
         """
         from common.checkpoint import export
         from common.model import optim
+        from common.record import output_lock
         from common.record.run_folder import mark_finished
         from common.report import plots
 
@@ -275,6 +277,7 @@ class Run:
         plots.plot_run(output_dir)
         if distributed.is_rank0():
             mark_finished(output_dir)
+            output_lock.release(output_dir)  # a second run would not see that this one is finished
         curves = output_dir / "plots" / "curves.png"
         distributed.print_rank0(f"model: {self.model_folder}  curves: {curves}")
 

@@ -289,6 +289,14 @@ MENDED = (
         "checkpoint/test_checkpoint.py::test_what_a_run_finds_to_resume_holds_until_it_ends",
     ),
     (
+        "A second run in the last seconds of the first one made it again.",
+        "checkpoint/test_resume.py::test_a_finished_run_is_left_as_it_is",
+    ),
+    (
+        "A folder stayed locked by a notebook in which a run was refused.",
+        "stages/test_mistakes.py::test_the_good_input_is_not_refused",
+    ),
+    (
         "A second run in a folder was refused only after its models were loaded.",
         "checkpoint/test_checkpoint.py::test_a_folder_is_another_run_s_until_that_is_killed",
     ),

@@ -132,12 +132,13 @@ class Checkpointer:
         return {"num_hooks": number, "lines": self._count_lines()}
 
     def _count_lines(self) -> dict[str, int]:
-        """Lines of the records by name, on rank 0, and {} elsewhere; flushed to the disk."""
+        """Lines of the records by name, on rank 0, and {} elsewhere."""
+        return {path.name: num_lines(path) for path in self._records()}
+
+    def _records(self) -> list[Path]:
+        """The records that are there, on rank 0."""
         paths = map(self.output_dir.joinpath, layout.RECORDS if distributed.is_rank0() else ())
-        there = [path for path in paths if path.exists()]
-        for path in there:
-            layout.flush(path)  # after a power cut it must hold the checkpoint's steps
-        return {path.name: num_lines(path) for path in there}
+        return [path for path in paths if path.exists()]
 
     def _begin(self, step: int) -> None:
         """Remember the metrics' sums when a step begins."""
@@ -166,6 +167,8 @@ class Checkpointer:
             "sums": distributed.from_all_ranks([rank_sums]),  # by rank: addition rounds by order
         }
         contents |= before_hook or {}
+        for path in self._records():
+            layout.flush(path)  # after a power cut it must hold the checkpoint's steps
         if self.config.async_save:
             state = BlockingAsyncStager().stage(state)
         self._saved_step = step

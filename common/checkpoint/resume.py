@@ -40,9 +40,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
     refuse_other_stage(config)
     goes_on = wanted in ("auto", "latest")
-    if distributed.is_rank0() and not (goes_on and is_trained(config)):
-        output_lock.take(output_dir)
-    if distributed.from_rank0(goes_on and distributed.is_rank0() and is_trained(config)):
+    if distributed.from_rank0(distributed.is_rank0() and not lock(config, goes_on=goes_on)):
         raise signals.Stopped(
             f"finished before: {output_dir}/model; --resume_from_checkpoint none trains it again."
         )
@@ -71,6 +69,19 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
             "--resume_from_checkpoint none to replace it."
         )
     return None
+
+
+def lock(config: TrainConfig, *, goes_on: bool) -> bool:
+    """Lock `output_dir`; False if a run that goes on is finished there already. Rank 0 only."""
+    if goes_on and is_trained(config):
+        return False
+    output_lock.take(Path(config.output_dir))
+    if goes_on and is_trained(config):  # another run of the same command has ended meanwhile
+        return False
+    if goes_on and has_finished(config):
+        reason = f"{changed_inputs(config)[0]} has changed"
+        print(f"{config.output_dir}/model is trained again: {reason}", flush=True)
+    return True
 
 
 def is_restart(output_dir: Path) -> bool:
@@ -109,13 +120,14 @@ def has_model(output_dir: Path) -> bool:
 
 def is_trained(config: TrainConfig) -> bool:
     """Whether a run of the same config finished here, and what it read has not changed since."""
+    return has_finished(config) and not changed_inputs(config)
+
+
+def has_finished(config: TrainConfig) -> bool:
+    """Whether a run of the same config finished here."""
     output_dir = Path(config.output_dir)
-    environment = read_config(output_dir, ENVIRONMENT)
-    if not (has_model(output_dir) and environment.get("finished")) or other_model(config):
-        return False
-    if changed := changed_inputs(config):
-        print(f"{output_dir}/model is trained again: {changed[0]} has changed", flush=True)
-    return not changed
+    is_marked = read_config(output_dir, ENVIRONMENT).get("finished")
+    return bool(has_model(output_dir) and is_marked and not other_model(config))
 
 
 def changed_inputs(config: TrainConfig) -> list[str]:

@@ -376,7 +376,8 @@ def load(
     except Exception as error:  # of many types, as above
         reason = checks.reason(error)
         names = sorted(file.name for file in Path(path).glob("*model*"))
-        if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+        if pickles and not any(name.endswith(".safetensors") for name in names):
             remedy = "save the model again as safetensors"
             reason += f"; {pickles[0]} is a pickle, which may run code: {remedy}"
         raise UserError(

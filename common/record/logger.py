@@ -15,7 +15,7 @@ from tqdm import tqdm
 from common.config.stages import TrainConfig
 from common.distributed import is_rank0, peak_memory_gb, progress_bar, world_size
 from common.errors import UserError
-from common.record import output_lock, run_folder, terminal
+from common.record import run_folder, terminal
 from common.record.glossary import CONSOLE, POSTFIX, recorded
 from common.record.jsonl import json_line, write_atomically
 from common.record.metrics import Accumulator
@@ -129,7 +129,7 @@ class RunLogger:
         self._mark = time.monotonic()
 
     def close(self) -> None:
-        """Close the bar, the files and the tracker, and unlock `output_dir`."""
+        """Close the bar, the files and the tracker."""
         if not self._active:
             return
         self._active = False
@@ -138,7 +138,6 @@ class RunLogger:
             self._append(name)
             self._files[name].close()
         self._tracker.finish()
-        output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:
         """Add lines to a file; it and the run's other files are written again if removed."""

@@ -5,6 +5,7 @@ The operating system holds it and releases it when the process ends, also by SIG
 
 import contextlib
 import errno
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -18,6 +19,16 @@ _held: dict[Path, BaseFileLock] = {}  # by folder
 _made: dict[Path, list[Path]] = {}  # by folder: it and its parents, innermost first, if made here
 
 
+@contextlib.contextmanager
+def given_up_on_error() -> Iterator[None]:
+    """As a decorator of a run: `give_up` if it raises, also where another program goes on."""
+    try:
+        yield
+    except BaseException:
+        give_up()
+        raise
+
+
 def take(output_dir: Path) -> None:
     """Make and lock the folder until `release` or the end of this process. Idempotent; rank 0 only.
 
@@ -28,7 +39,7 @@ def take(output_dir: Path) -> None:
     if folder in _held:
         return
     lock = FileLock(folder / NAME, fallback_to_soft=False)
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    _made[folder] = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
@@ -42,7 +53,7 @@ def take(output_dir: Path) -> None:
             return
         reason = error.strerror or error
         raise UserError(f"--output_dir {output_dir} cannot be written: {reason}.") from None
-    _held[folder], _made[folder] = lock, made
+    _held[folder] = lock
 
 
 def release(output_dir: Path) -> None:
@@ -53,11 +64,11 @@ def release(output_dir: Path) -> None:
 
 def give_up() -> None:
     """Release every lock, of a run that failed, and remove the folders made for it if empty."""
-    for folder in [*_held]:
-        made = _made.get(folder, [])
-        if made and [*folder.iterdir()] == [folder / NAME]:
-            (folder / NAME).unlink()  # while the lock is held: nobody else can have it
-            with contextlib.suppress(OSError):  # others have files in a parent by now
+    for folder, made in _made.items():
+        with contextlib.suppress(OSError):  # of what others have written there
+            if made and [*folder.iterdir()] in ([], [folder / NAME]):
+                (folder / NAME).unlink(missing_ok=True)  # while it is held: nobody else has it
                 for place in made:
                     place.rmdir()
         release(folder)
+    _made.clear()

@@ -65,19 +65,24 @@ class RewardModelFunction:
     def _check_positions(self, chats: Sequence[Example]) -> None:
         """Raise a UserError if a conversation may be longer than the model's positions.
 
-        Its answers, or else sampled ones of `--max_completion_length` tokens, are read to the end
-        of the turn.
+        Its answers, or else sampled ones of as many tokens as are allowed, are read to the end of
+        the turn.
         """
         from common.text.chat import TurnEnd
 
         if not chats or self.limit is None:
             return
         end = TurnEnd(chats[0].messages, self.policy_tokenizer)
-        sampled = self.config.max_completion_length + len(end.ids)  # it may break off
+        most = getattr(self.config, "max_new_tokens", self.config.max_completion_length)
+        sampled = most + len(end.ids)  # it may break off
 
         def length(chat: Example) -> int:
-            answers = [len(end.closed(ids, has_stop=False)) for ids in chat.completions]
-            return len(chat.prompt_ids) + max(answers, default=sampled)
+            # Whether the last token is a stop token is not known here: the shorter text may be it
+            ends = [
+                [len(end.closed(ids, has_stop=x)) for x in (True, False)]
+                for ids in chat.completions
+            ]
+            return len(chat.prompt_ids) + max(map(min, ends), default=sampled)
 
         longest = max(chats, key=length)
         if length(longest) > self.limit:

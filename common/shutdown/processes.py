@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+import common
 from common import distributed
 from common.errors import UserError
 
@@ -24,11 +25,8 @@ def die_with_launcher() -> None:
     if sys.platform == "linux" and distributed.environment("TORCHELASTIC_RUN_ID"):
         set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
         ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
-        # If torchrun was killed earlier, while this process imported, the parent is the first
-        # process, or that of a session; in a container torchrun itself can be the first one.
-        parent = os.getppid()
-        name = Path(f"/proc/{parent}/comm").read_text().strip()
-        if name == "systemd" or (parent == 1 and not name.startswith(("pt_elastic", "python"))):
+        if os.getppid() != common.PARENT:  # it was killed while this process imported
+            print("torchrun has ended, and so does this process", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -26,9 +26,11 @@ from common.errors import UserError
 from common.evaluation import runs
 from common.forward import Policy
 from common.model import fsdp, load, optim
+from common.record import output_lock
 from common.record import run_folder as folder_module
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
+from common.report import plots
 from common.shutdown import signals
 from train_sft import SFTConfig
 
@@ -196,8 +198,12 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
         "require_stop_token": False,
     }
     flags |= {"num_train_rows": 8, "num_eval_rows": 2, "max_steps": 1, "batch_size": 2}
+    holds: list[bool] = []
+    plots.plot_run.side_effect = lambda folder: holds.append(folder.absolute() in output_lock._held)
     train_sft.main(SFTConfig(**flags))
     assert f"model: {tmp_path}/run/model  curves: {tmp_path}/run/plots" in capsys.readouterr().out
+    assert holds == [True]  # up to the mark, without which another run would make it again
+    assert not output_lock._held
     weights = tmp_path / "run" / "model" / "model.safetensors"
     written_at = weights.stat().st_mtime_ns
     with pytest.raises(signals.Stopped, match="finished before: .* none trains it again"):
@@ -210,6 +216,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
         changed.write_text(changed.read_text() + "\n")
         train_sft.main(SFTConfig(**flags))
         assert weights.stat().st_mtime_ns > written_at
+        assert capsys.readouterr().out.count("is trained again") == 1
     rows.touch()  # the same rows
     with pytest.raises(signals.Stopped, match="finished before"):
         train_sft.main(SFTConfig(**flags))

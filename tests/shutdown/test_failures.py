@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from ranks import ROOT, SHORT_RUN, Script, environment, launch, run_stages, untimed_lines
 
+import common
 import common.launch
 from common import distributed
 from common.errors import UserError, of_full_disk
@@ -455,30 +456,34 @@ def test_restarts_need_a_new_store(monkeypatch: Any) -> None:
         processes.refuse_stale_store()
 
 
-def status_of_orphan(parent: str) -> int:
-    """Exit status of a process whose torchrun died while it imported, as a child of `parent`."""
-    prctl, pr_set_name, pr_set_child_subreaper = ctypes.CDLL(None).prctl, 15, 36
+def status_of_rank(*, torchrun_dies: bool) -> int:
+    """Exit status of a process that has imported, whose torchrun died meanwhile or did not."""
+    prctl, pr_set_child_subreaper = ctypes.CDLL(None).prctl, 36
     prctl(pr_set_child_subreaper, 1, 0, 0, 0)  # orphans become children of this process
-    prctl(pr_set_name, parent.encode(), 0, 0, 0)
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
-    this = os.getpid()
+    this, (has_begun, begin) = os.getpid(), os.pipe()
     if launcher := os.fork():
-        os.waitpid(launcher, 0)
-        return os.waitstatus_to_exitcode(os.wait()[1])
-    if os.fork():
-        os._exit(0)
-    while os.getppid() != this:
-        time.sleep(0.05)
+        status = os.waitpid(launcher, 0)[1]
+        return os.waitstatus_to_exitcode(os.wait()[1] if torchrun_dies else status)
+    if rank := os.fork():
+        os.read(has_begun, 1)
+        if torchrun_dies:
+            os._exit(0)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
+    common.PARENT = os.getppid()
+    os.write(begin, b"!")
+    while torchrun_dies and os.getppid() != this:
+        time.sleep(0.02)
     processes.die_with_launcher()
     os._exit(7)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-@pytest.mark.parametrize(("parent", "status"), [("systemd", -signal.SIGKILL), ("pt_elastic", 7)])
+@pytest.mark.parametrize(("torchrun_dies", "status"), [(True, -signal.SIGKILL), (False, 7)])
 def test_a_process_whose_torchrun_died_while_it_imported_ends(
-    parent: str, status: int, tmp_path: Path
+    torchrun_dies: bool, status: int, tmp_path: Path
 ) -> None:
-    assert launch(status_of_orphan, 1, tmp_path, parent=parent) == [status]
+    assert launch(status_of_rank, 1, tmp_path, torchrun_dies=torchrun_dies) == [status]
 
 
 def test_a_sentence_with_another_at_its_end_has_one_full_stop() -> None:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from common import self_checks
 from common.config.grpo import GRPOConfig
 from common.config.parser import parse
-from common.errors import UserError
+from common.errors import UserError, why_missing
 from common.model import load
 from common.record import output_lock
 from common.record.jsonl import read_jsonl
@@ -306,11 +306,29 @@ def reaches_weights(stage: str, flags: dict[str, Any], monkeypatch: pytest.Monke
     monkeypatch.setattr(load, "load", lambda *_, **__: (_ for _ in ()).throw(InterruptedError))
     with pytest.raises(InterruptedError):
         run_here(stage, arguments(stage, flags))
-    output_lock.give_up()  # else it ends with this process
+    assert not output_lock._held  # a notebook goes on, and its folder is free again
 
 
 def run_here(stage: str, argv: list[str]) -> None:
     importlib.import_module(stage).main(parse(config_class(stage), argv))
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("", ""),  # of an unset variable
+        ("owner/model", ""),  # of the hub
+        ("out/run/other", ""),
+        ("out/dpo_2/model", "; train_dpo.py with --output_dir out/dpo_2 writes it"),
+        ("sft/model", "; train_sft.py with --output_dir sft writes it"),
+        ("out/run/model", "; a training script with --output_dir out/run writes it"),
+        ("out/sft_then_dpo/model", "; a training script with --output_dir out/sft_then_dpo wr"),
+        ("assets/recipes", "; paths are relative to the working directory: run in the reposit"),
+    ],
+)
+def test_why_a_path_is_missing(path, reason, folder):
+    assert why_missing(path).startswith(reason)
+    assert bool(why_missing(path)) == bool(reason)
 
 
 def test_paths_may_have_spaces(folder):

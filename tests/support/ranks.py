@@ -39,6 +39,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.tensor import DTensor
 
+import common
 from common import distributed
 from common.checkpoint import export
 from common.config.parser import parse
@@ -322,6 +323,7 @@ def serve_on_fork(request: dict[str, Any]) -> NoReturn:
     """Answer a call, or run a script."""
     os.dup2(os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 1)
     os.dup2(1, 2)
+    common.PARENT = os.getppid()  # as of a process that was started anew
     os.environ.clear()
     os.environ.update(request["variables"])
     if "call" in request:
@@ -358,6 +360,7 @@ class ForkOfTorchrun:
         self.pid, self.returncode = os.fork(), None
         if self.pid == 0:
             os.setsid()
+            common.PARENT = os.getppid()
             for number in signals.STOPPING:  # a new process has no handlers
                 signal.signal(number, signal.SIG_DFL)
             os.environ.clear()
