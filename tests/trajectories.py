@@ -177,17 +177,17 @@ def processes(flags: dict[str, Any]) -> int:
 
 def run_and_measure(jobs: Sequence[Job]) -> list[float]:
     """`run_stages` on this rank; the smallest distance of a draw from another token, by job."""
-    inverse_cdf, margins = decode.inverse_cdf, [1.0 for _ in jobs]
+    by_weights, margins = decode.by_weights, [1.0 for _ in jobs]
     for i, job in enumerate(jobs):
 
-        def measured(logps: torch.Tensor, uniforms: torch.Tensor, i: int = i) -> torch.Tensor:
-            cumulative = logps.double().exp().cumsum(-1)
+        def measured(weights: torch.Tensor, uniforms: torch.Tensor, i: int = i) -> torch.Tensor:
+            cumulative = weights.double().cumsum(-1)
             inner = (cumulative / cumulative[:, -1:])[:, :-1]  # the last one ends at 1
             distance = (inner - uniforms.unsqueeze(-1)).abs().min()
             margins[i] = min(margins[i], float(distance))
-            return inverse_cdf(logps, uniforms)
+            return by_weights(weights, uniforms)
 
-        with mock.patch.object(decode, "inverse_cdf", measured):
+        with mock.patch.object(decode, "by_weights", measured):
             run_stages([job])
     return margins
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -33,10 +33,15 @@ def inverse_cdf(logps: Tensor, uniforms: Tensor) -> Tensor:
     Of log-probabilities (B, V) and float64 numbers (B,) in (0, 1). A token of probability 0 is
     never drawn.
     """
-    cumulative = logps.double().exp().cumsum(-1)  # (B, V)
+    return by_weights(logps.double().exp(), uniforms)
+
+
+def by_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """`inverse_cdf` of weights (B, V) that are in proportion to the probabilities."""
+    cumulative = weights.double().cumsum(-1)  # (B, V)
     target = uniforms.unsqueeze(-1) * cumulative[:, -1:]  # the sum is 1 only up to rounding
     tokens: Tensor = torch.searchsorted(cumulative, target).squeeze(-1)
-    return tokens.clamp_(max=logps.shape[-1] - 1)
+    return tokens.clamp_(max=weights.shape[-1] - 1)
 
 
 def draw_token(logps: Tensor, uniforms: Tensor) -> Tensor:
@@ -51,15 +56,12 @@ def draw_token(logps: Tensor, uniforms: Tensor) -> Tensor:
     Of log-probabilities (B, V) and independent float64 numbers (B, 2) in (0, 1).
     """
     size = math.isqrt(logps.shape[-1] - 1) + 1
-    rest = logps.shape[-1] % size  # tokens of the last block, if it is a shorter one
-    whole, short = logps.exp().split([logps.shape[-1] - rest, rest], -1)
-    sums = torch.cat([whole.unflatten(-1, (-1, size)).sum(-1), short.sum(-1, keepdim=True)], -1)
-    block = inverse_cdf(sums.log(), uniforms[:, 0])  # (B,)
-    columns = block[:, None] * size + torch.arange(size, device=logps.device)  # (B, size)
-    last = logps.shape[-1] - 1
-    inside = logps.gather(-1, columns.clamp(max=last)).masked_fill(columns > last, -math.inf)
-    tokens = block * size + inverse_cdf(inside, uniforms[:, 1])
-    return tokens.clamp(max=last)  # of scores that are nan the last, for `decode`
+    weights = nn.functional.pad(logps.exp(), (0, -logps.shape[-1] % size))
+    blocks = weights.view(len(logps), -1, size)  # (B, V / size, size)
+    block = by_weights(blocks.sum(-1), uniforms[:, 0])  # (B,)
+    inside = blocks[torch.arange(len(logps), device=logps.device), block]  # (B, size)
+    tokens = block * size + by_weights(inside, uniforms[:, 1])
+    return tokens.clamp(max=logps.shape[-1] - 1)  # of scores that are nan the last, for `decode`
 
 
 def restrict(logps: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -267,13 +267,13 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
     """Keys and values while sampling, or what the prefill holds of them.
 
     The prompts' once, and room for each sample. The prefill's keys and values are copied out of the
-    storages they are in (of GPT-2: with the queries); a CPU has no memory yet for the samples'
-    room, which is zero and untouched.
+    storages they are in (of GPT-2: with the queries); a CPU holds float32, and has no memory yet
+    for the samples' room, which is zero and untouched.
     """
     policy, config = run.policy, run.config
     layers, completion = policy.num_layers, config.max_completion_length
     tokens, samples = num_prompts * config.max_prompt_length, num_prompts * num_samples
-    per_token = 2 * layers * policy.key_width * run.number_bytes
+    per_token = 2 * layers * policy.key_width * (run.number_bytes if run.on_gpu else FLOAT32)
     kept = layers * policy.kept_keys_bytes * tokens
     rooms = samples * completion * per_token
     both = kept + rooms if run.on_gpu else max(kept, rooms)
