@@ -34,7 +34,7 @@ from common.config.grpo import GRPOConfig
 from common.forward import Policy
 from common.model import fsdp, rollout_copy
 from common.run import Run
-from common.sampling import decode, graphs, sampler
+from common.sampling import decode, graphs, sampler, shared
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index"}
@@ -440,12 +440,13 @@ def rollouts_simulated(
 ) -> list[list[dict[str, Any]]]:
     """Three rollouts of a policy whose weights change in between, for families and flags of GRPO.
 
-    80 tokens at most of 5 prompts with 3 samples each, decoded in two batches; a sample stops at
-    one of `stop_ids`. Without `fills_copy` the weights that sample get new memory each time.
+    20 tokens at most of 5 prompts with 3 samples each, decoded in two batches, with room for 16 at
+    first; a sample stops at one of `stop_ids`. Without `fills_copy` the weights that sample get new
+    memory each time.
     """
     set_up()
     fields = {"output_dir": "unused", "model_name_or_path": "unused", "reward_funcs": ["length"]}
-    fields |= {"max_completion_length": 80, "generation_batch_size": 10}
+    fields |= {"max_completion_length": 20, "generation_batch_size": 10}
     by_variant: list[list[dict[str, Any]]] = []
     for family, stop_ids, flags in variants:
         config = GRPOConfig(**fields, **flags)
@@ -453,6 +454,7 @@ def rollouts_simulated(
         with contextlib.ExitStack() as stack:
             stack.enter_context(on_sim())
             stack.enter_context(mock.patch.object(sampler, "MAX_KEPT_BYTES", max_kept_bytes))
+            stack.enter_context(mock.patch.object(shared, "FIRST_WIDTH", 16))
             if not fills_copy:
                 new = mock.patch.object(rollout_copy, "filled", lambda _, values: values.clone())
                 stack.enter_context(new)
