@@ -600,11 +600,15 @@ def whole_model(family: str, folder: Path, **text: Any) -> Any:
     return whole
 
 
+FEW_ROWS = {"num_train_rows": 8, "num_eval_rows": 2}
+
+
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "internvl"])  # tied; not; by the whole's
 def test_the_text_model_of_a_model_of_images_trains_and_loads_alone(family, tmp_path):
     whole = whole_model(family, tmp_path / "whole")
     flags = {"model_name_or_path": str(tmp_path / "whole"), "output_dir": str(tmp_path / "run")}
     flags |= ranks.SHORT_RUN | {"max_steps": 1, "learning_rate": 1e-12, "layout": "padded"}
+    flags |= FEW_ROWS
     ranks.launch(ranks.run_stages, 2, tmp_path, jobs=[{"stage": "sft", "flags": flags}])
     lm, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "run" / "model", output_loading_info=True
@@ -644,6 +648,7 @@ def test_a_family_without_a_classifier_gets_a_reward_model_that_is_loaded_again(
     lm.save_pretrained(tmp_path / "policy")
     flags = {"model_name_or_path": str(tmp_path / "policy"), "tokenizer_name_or_path": "synthetic"}
     flags |= ranks.SHORT_RUN | {"output_dir": str(tmp_path / "run"), "max_steps": 1}
+    flags |= FEW_ROWS | {"num_sft_rows": 4}
     ranks.launch(ranks.run_stages, 2, tmp_path, jobs=[{"stage": "reward", "flags": flags}])
     path, tokenizer = (
         str(tmp_path / "run" / "model"),
