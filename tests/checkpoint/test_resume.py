@@ -203,7 +203,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     train_sft.main(SFTConfig(**flags))
     assert f"model: {tmp_path}/run/model  curves: {tmp_path}/run/plots" in capsys.readouterr().out
     assert holds == [True]  # up to the mark, without which another run would make it again
-    assert not output_lock._held
+    assert (tmp_path / "run") not in output_lock._held
     weights = tmp_path / "run" / "model" / "model.safetensors"
     written_at = weights.stat().st_mtime_ns
     with pytest.raises(signals.Stopped, match="finished before: .* none trains it again"):
