@@ -1,6 +1,7 @@
 # make         these lines
 # make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
 # make setup   installs into .venv, and nothing else
+# make check   lint, types, and what tests take a minute: after every change
 # make test    lint, types, every test
 # make tolerances   every test with each set of CPU instructions: comparisons near their tolerance
 # make mutants MODULES="losses noise"   how many small changes of these modules their tests notice
@@ -51,7 +52,9 @@ DEMO := assets/recipes/demo
 RUN = exec env OMP_NUM_THREADS=$(THREADS)
 LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: help demo overoptimization replicate results sweep test tolerances mutants models test-vllm test-slurm bench quality conformance setup clean
+STYLE = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+PYTEST = $(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+.PHONY: help check demo overoptimization replicate results sweep test tolerances mutants models test-vllm test-slurm bench quality conformance setup clean
 
 help:  # the first target: what `make` alone does
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -67,11 +70,13 @@ overoptimization: setup
 	$(RUN) $(BIN)/python -m experiments.runs.overoptimization \
 		--config assets/recipes/overoptimization/demo.yaml $(FLAGS)
 
+check: setup
+	$(STYLE)
+	$(PYTEST) -m "not slow and not slurm and not registry"
+
 test: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(STYLE)
+	$(PYTEST)
 
 tolerances: setup
 	$(RUN) $(BIN)/python -m tests.tolerances --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -14,9 +14,71 @@ from common.evaluation import intervals
 from common.report import plots
 from common.text import synthetic
 
+TESTS = Path(__file__).resolve().parent
+# Each takes over 5 seconds of a CPU: `make check` leaves them out. Four more that do are not here,
+# since they show the numbers of a whole stage, objective or sampler.
+SLOW = (
+    "checkpoint/test_checkpoint.py",
+    "checkpoint/test_faults.py",
+    "checkpoint/test_resume.py",
+    "checkpoint/test_save_minutes.py",
+    "config/test_config.py",
+    "evaluation/test_generation_quality.py",
+    "experiments/evidence/test_benchmark_fixture.py",
+    "experiments/evidence/test_film_tables.py",
+    "experiments/evidence/test_gpu_bench.py",
+    "experiments/evidence/test_optimum.py",
+    "experiments/evidence/test_tables.py",
+    "experiments/explain/test_explain.py",
+    "experiments/runs/test_film.py",
+    "experiments/runs/test_many_runs.py",
+    "experiments/runs/test_overoptimization.py",
+    "experiments/runs/test_recipes.py",
+    "experiments/runs/test_replicate.py",
+    "experiments/runs/test_stages.py",
+    "experiments/runs/test_sweep.py",
+    "experiments/test_model_types.py",
+    "experiments/test_pairs.py",
+    "grpo/test_grpo.py",
+    "grpo/test_names.py",
+    "house/test_commands.py",
+    "house/test_security.py",
+    "model/test_bfloat16.py",
+    "model/test_compile.py",
+    "model/test_fsdp.py",
+    "model/test_lora.py",
+    "model/test_models.py",
+    "model/test_shard_gradients.py",
+    "pairs/test_dpo.py",
+    "record/test_metrics.py",
+    "report/test_samples.py",
+    "rewards/test_trl_rewards.py",
+    "sampling/test_engine.py",
+    "shutdown/test_failures.py",
+    "shutdown/test_signals.py",
+    "stages/test_device.py",
+    "stages/test_invariance.py",
+    "stages/test_mistakes.py",
+    "test_many_nodes.py",
+    "test_run.py",
+    "test_self_checks.py",
+    "text/test_differences.py",
+    "text/test_synthetic.py",
+    "text/test_templates.py",
+)
+
 # The same cases in every run: a failure that is found is found by everybody.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of slow files."""
+    slow = {TESTS / name for name in SLOW}
+    for item in items:
+        if item.path in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

@@ -128,3 +128,15 @@ def test_the_version_is_that_of_pyproject():
 def test_every_module_is_imported(path: Path):
     if path.stem not in ("__main__", "patched"):
         importlib.import_module(dotted(path).removesuffix(".__init__"))
+
+
+def test_what_the_quick_check_leaves_out_is_there() -> None:
+    """And no test that shows the numbers of a whole stage, objective or sampler is among it."""
+    statements = ast.parse((ROOT / "tests" / "conftest.py").read_text()).body
+    named = {s.targets[0].id: s.value for s in statements if isinstance(s, ast.Assign)}
+    slow = ast.literal_eval(named["SLOW"])
+    assert [name for name in slow if not (ROOT / "tests" / name).is_file()] == []
+    assert [*slow] == sorted({*slow})
+    shows = {"test_golden.py", "test_one_file.py", "test_objectives.py", "test_losses.py"}
+    shows |= {"test_generation.py", "test_advantages.py", "test_forward.py", "test_mended.py"}
+    assert shows & {Path(name).name for name in slow} == set()
