@@ -73,8 +73,7 @@ def main(config: EvaluateConfig) -> None:
         first_config = next(iter(policy_configs.values()), None)
         commit = getattr(first_config, "_commit_hash", None)  # of a model of the hub
         save_run_files(output_dir, config, distributed.world_size(), commit)
-        for file in WRITTEN:  # by an earlier evaluation
-            (output_dir / file).unlink(missing_ok=True)
+        remove_earlier(output_dir)
     mesh = distributed.mesh(config.num_replicas)
     rewards.load(mesh)
 
@@ -138,6 +137,14 @@ def main(config: EvaluateConfig) -> None:
     evaluation_report.write_report(results, output_dir)
     distributed.print_rank0(f"\n{evaluation_report.terminal_text(results)}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.html'}")
+
+
+def remove_earlier(output_dir: Path) -> None:
+    """Remove what an earlier evaluation wrote: half of it would stand beside this one's."""
+    if earlier := [path for path in map(output_dir.joinpath, WRITTEN) if path.exists()]:
+        print(f"the earlier evaluation in {output_dir} is removed", flush=True)
+    for path in earlier:
+        path.unlink()
 
 
 def read_policy_configs(

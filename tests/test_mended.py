@@ -289,6 +289,10 @@ MENDED = (
         "checkpoint/test_checkpoint.py::test_what_a_run_finds_to_resume_holds_until_it_ends",
     ),
     (
+        "A second evaluation in a folder removed the first one without a word.",
+        "evaluation/test_comparison.py::test_an_earlier_evaluation_is_removed_and_that_is_said",
+    ),
+    (
         "A second run in the last seconds of the first one made it again.",
         "checkpoint/test_resume.py::test_a_finished_run_is_left_as_it_is",
     ),

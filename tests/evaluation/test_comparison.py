@@ -250,6 +250,16 @@ def evaluation(folders: Path) -> Path:
     return evaluate_pairs(folders, "evaluation", ["sft", "dpo"], **fields)
 
 
+def test_an_earlier_evaluation_is_removed_and_that_is_said(tmp_path: Path, capsys: Any) -> None:
+    evaluate.remove_earlier(tmp_path)
+    assert capsys.readouterr().out == ""
+    for name in ("report.html", "results.json", "mine.txt"):
+        (tmp_path / name).touch()
+    evaluate.remove_earlier(tmp_path)
+    assert capsys.readouterr().out == f"the earlier evaluation in {tmp_path} is removed\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
 def test_the_file_alone_gives_every_number_again_and_the_report_shows_them(evaluation: Path):
     results = read_results(evaluation / "results.json")
     table = records.read_scores(evaluation / "scores.jsonl")
