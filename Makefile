@@ -72,7 +72,7 @@ overoptimization: setup
 
 check: setup
 	$(STYLE)
-	$(PYTEST) -m "not slow and not slurm and not registry"
+	$(PYTEST) --quick
 
 test: setup
 	$(STYLE)

@@ -72,13 +72,14 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of slow files."""
-    slow = {TESTS / name for name in SLOW}
-    for item in items:
-        if item.path in slow:
-            item.add_marker(pytest.mark.slow)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the files in SLOW")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Slow files are not even imported; None: as pytest decides."""
+    is_slow = collection_path in {TESTS / name for name in SLOW}
+    return True if is_slow and config.getoption("--quick") else None
 
 
 @pytest.fixture(scope="module")
