@@ -120,7 +120,8 @@ class Run:
     ) -> Iterator[None]:
         """Save the run, after so many steps, if a UserError is raised. Collective.
 
-        Updates that an unfinished step has made stay, and resuming does the whole step again.
+        Updates that an unfinished step has made stay, and resuming does the whole step again. For
+        `before_hook` see `Checkpointer.save_before`.
         """
         try:
             with distributed.together():

@@ -76,12 +76,12 @@ def lock(config: TrainConfig, *, goes_on: bool) -> bool:
     if goes_on and is_trained(config):
         return False
     output_lock.take(Path(config.output_dir))
-    if goes_on and is_trained(config):  # another run of the same command has ended meanwhile
-        return False
-    if goes_on and has_finished(config):
-        reason = f"{changed_inputs(config)[0]} has changed"
-        print(f"{config.output_dir}/model is trained again: {reason}", flush=True)
-    return True
+    if not goes_on or not has_finished(config):
+        return True
+    changed = changed_inputs(config)  # none: another run of the same command has ended meanwhile
+    if changed:
+        print(f"{config.output_dir}/model is trained again: {changed[0]} has changed", flush=True)
+    return bool(changed)
 
 
 def is_restart(output_dir: Path) -> bool:

@@ -77,7 +77,7 @@ class RewardModelFunction:
         sampled = most + len(end.ids)  # it may break off
 
         def length(chat: Example) -> int:
-            # Whether the last token is a stop token is not known here: the shorter text may be it
+            # Whether the last token stops is not known here: the shorter reading counts
             ends = [
                 [len(end.closed(ids, has_stop=x)) for x in (True, False)]
                 for ids in chat.completions

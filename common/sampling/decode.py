@@ -39,7 +39,7 @@ def inverse_cdf(logps: Tensor, uniforms: Tensor) -> Tensor:
 def by_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
     """`inverse_cdf` of weights (B, V) that are in proportion to the probabilities."""
     cumulative = weights.double().cumsum(-1)  # (B, V)
-    target = uniforms.unsqueeze(-1) * cumulative[:, -1:]  # the sum is 1 only up to rounding
+    target = uniforms.unsqueeze(-1) * cumulative[:, -1:]  # their sum need not be 1
     tokens: Tensor = torch.searchsorted(cumulative, target).squeeze(-1)
     return tokens.clamp_(max=weights.shape[-1] - 1)
 
@@ -153,7 +153,7 @@ class CopyingDecoder:
         return kept
 
 
-# Called with a number of completions that were drawn, of each token with its part of one
+# Called as tokens are drawn, with the part of the completions that they are: 1 for a whole one
 Report = Callable[[float], object]
 
 
