@@ -3,6 +3,7 @@
 About `common.checkpoint` and `common.record.output_lock`.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -564,23 +565,27 @@ def test_all_ranks_end_by_the_signal_of_one(tmp_path: Path) -> None:
 def test_nothing_of_saving_is_left(tmp_path: Path, is_stopped: bool, asked: None) -> None:
     """Neither the thread nor the process group, with which threads of gloo end."""
 
-    def num_groups() -> int:
-        names = (task / "comm" for task in Path("/proc/self/task").iterdir())
-        return sum(name.read_text().startswith("gloo") for name in names)
+    def groups() -> set[str]:
+        """Threads of gloo, by their ids: those of earlier tests may end meanwhile."""
+        found = set()
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                found |= {task.name} if (task / "comm").read_text().startswith("gloo") else set()
+        return found
 
-    before = num_groups()
+    before = groups()
     saver = tiny.checkpointer(tmp_path, *trained())
     saver.save(1)
-    assert num_groups() == before + 1
+    assert len(groups() - before) == 1
     if is_stopped:
         with pytest.raises(signals.Stopped):
             saver.stop_if_asked(1)
     else:
         saver.close()
     deadline = time.monotonic() + 30  # the last reference is dropped by a thread of the group
-    while num_groups() > before and time.monotonic() < deadline:
+    while groups() - before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert num_groups() == before
+    assert groups() - before == set()
     assert not any(thread.is_alive() for thread in saver._thread._threads)
 
 
