@@ -8,6 +8,7 @@
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
 # make test-slurm   jobs on a real Slurm of this machine: 5 minutes, as root, Debian's slurm-wlm
 # make bench   speed and memory of every stage against TRL, in turns (tiny: minutes)
+# make bench-sampler   our sampler against vLLM's engine for CPUs, in turns (that of `make test-vllm`)
 # make quality   the demo's chain by TRL and by the scripts: minutes, and how good (2 GB; 1 hour)
 # make conformance   every objective against TRL, verl, OpenRLHF and torchrl, on golden cases (2 GB)
 # make models   which models are right: every decoder of transformers; MODELS="qwen3 opt" some
@@ -54,7 +55,7 @@ LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
 STYLE = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 PYTEST = $(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
-.PHONY: help check demo overoptimization replicate results sweep test tolerances mutants models test-vllm test-slurm bench quality conformance setup clean
+.PHONY: help check demo overoptimization replicate results sweep test tolerances mutants models test-vllm test-slurm bench bench-sampler quality conformance setup clean
 
 help:  # the first target: what `make` alone does
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -105,6 +106,9 @@ results: setup $(if $(filter conformance,$(or $(PARTS),conformance)),$(CONFORMAN
 
 bench: $(BENCH_VENV)/.installed
 	$(RUN) $(BENCH_VENV)/bin/python -m experiments.evidence.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
+
+bench-sampler: $(VLLM_VENV)/.installed
+	$(RUN) $(VLLM_VENV)/bin/python -m experiments.evidence.bench.sampler $(FLAGS)
 
 quality: $(BENCH_VENV)/.installed
 	$(RUN) $(BENCH_VENV)/bin/python -m assets.recipes.bench.quality $(FLAGS)

@@ -1,22 +1,31 @@
 """How many small changes of a module do its tests notice?
 
-    make mutants MODULES="losses noise"           # 60 places of each, drawn
-    python -m tests.mutants --places 0 losses     # every place
-    python -m tests.mutants --seed 7 model.optim  # other ones
+    make mutants MODULES="losses grpo"              # 60 places of a module, of a room, drawn
+    make mutants MODULES=losses FLAGS="--places 0"  # every place
+    python -m tests.mutants --seed 7 model.optim    # other ones
 
 A mutant is a module with one place changed: an operator, a comparison, a number, a condition, a
-call left out or exchanged. Its tests run until one fails, in a forked process and a copy of the
-project: first the files about the module (`tests/map.py`), then the others of their rooms, then the
-golden trajectories. A survivor shows that a test is missing, or it changes nothing: then it is
-listed in `equivalent_mutants.json` with the reason. The exit status is 1 if fewer than 97% of those
-that are not listed are noticed.
+call left out or exchanged. Tests that reach the place run until one fails, in a copy of the
+project: first those of the files about the module (`tests/map.py`), then of the others of their
+rooms, then the golden trajectories. A survivor shows that a test is missing, or it changes nothing:
+then it is listed in `equivalent_mutants.json` with the reason. The exit status is 1 if fewer than
+97% of those that are not listed are noticed.
+
+The lines that each test reaches are traced once, and kept in `output/mutants.json`. A mutant inside
+a function is then a fork with the function's code exchanged; any other one imports everything anew.
+Both are in the file too, for processes that a test starts.
 """
 
 import argparse
 import ast
+import contextlib
 import copy
+import functools
+import gc
+import hashlib
 import importlib
 import json
+import mmap
 import multiprocessing
 import os
 import random
@@ -25,24 +34,31 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import torch
+import pytest
 
 from tests import map as test_map
+from tests.support.reached import stop as stop_watching
+from tests.support.reached import watch
 
 ROOT = test_map.ROOT
 COPIES = ROOT / "output" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.json"
 GOLDEN = "stages/test_golden.py"
 LEAST = 0.97  # of the mutants that change something
-SHARED = ("numpy", "pytest", "scipy.stats", "transformers", "datasets", "hypothesis")
-SPARE_SECONDS = 30  # over four times what the tests take
-MOST_SECONDS = 1200.0  # of the tests without a change, and of those that are less near
-SURVIVED = "survived"
+SHARED = ("torch", "numpy", "scipy.stats", "transformers", "datasets", "hypothesis")
+SPARE_SECONDS = 20  # of a test with a change, over five times what it takes without
+SURVIVED, EQUAL = "survived", "equivalent"
+TERMINAL = os.dup(1)  # forks print elsewhere
+TIERS = ("own", "room", "golden")
+NOTES = ROOT / "output" / "mutants.json"  # what tests reach, by file
+NUM_SHARES = 6  # of the files, to note that
+NOTED, OUTCOMES, LOG = Path("noted.json"), Path("outcomes.json"), Path("tests.log")  # in a copy
 NOT_COPIED = (".*", "output", "data", "wandb", "__pycache__")
 
 OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
@@ -93,7 +109,7 @@ class Mutant:
     nth: int = 0  # among those of this function with the same change
     line: int = 0
     text: str = ""  # the whole module
-    outcome: str = ""  # the tests that noticed it, see `tiers`; or survived
+    outcome: str = ""  # the tier of the test that noticed it, or survived
 
     @property
     def key(self) -> Key:
@@ -214,38 +230,272 @@ def path_of(module: str) -> str:
 # ---- tests ---------------------------------------------------------------------------------------
 
 
-def tiers(module: str) -> dict[str, list[str]]:
-    """Test files by how near they are: about the module, others of their rooms, of whole stages."""
-    own = [file for file in test_map.files_of_modules()[module] if file != GOLDEN]
-    rooms = {(ROOT / "tests" / file).parent for file in own}
-    files = [
-        str(file.relative_to(ROOT / "tests")) for room in rooms for file in room.glob("test_*.py")
+class Test(NamedTuple):
+    """A test of the module without a change."""
+
+    seconds: float
+    reaches: dict[str, list[int]]  # lines by module's path
+    tier: int = 0  # of `TIERS`
+
+
+class Recorder:
+    """Pytest's plugin that notes which lines of modules each test reaches, also by its fixtures."""
+
+    def __init__(self) -> None:
+        self.reached, self.places = watch(sorted(Path("common").rglob("*.py")), Path.cwd())
+        self.of_fixtures: dict[pytest.FixtureDef[Any], set[int]] = {}
+        self.noted: dict[str, tuple[float, dict[str, list[int]]]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+        """A fixture counts for all tests that use it."""
+        before = self.reached.take()
+        try:
+            return (yield)
+        finally:
+            self.of_fixtures.setdefault(fixturedef, set()).update(self.reached.take())
+            for place in before:
+                self.reached.hits[place] = 1
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Function) -> Iterator[None]:
+        """Note a test."""
+        start = time.monotonic()
+        self.reached.take()
+        try:
+            return (yield)
+        finally:
+            found = self.reached.take()
+            for definitions in item._fixtureinfo.name2fixturedefs.values():
+                found = found.union(*(self.of_fixtures.get(one, set()) for one in definitions))
+            lines: dict[str, list[int]] = {}
+            for path, line in (self.places[i] for i in sorted(found)):
+                lines.setdefault(path, []).append(line)
+            self.noted[item.nodeid] = (time.monotonic() - start, lines)
+
+    def pytest_sessionfinish(self) -> None:
+        NOTED.write_text(json.dumps(self.noted))
+
+
+class Chosen:
+    """Pytest's plugin that runs some tests, each for at most some seconds."""
+
+    def __init__(self, tests: dict[str, Test]) -> None:
+        self.tests = tests
+        self.tier = mmap.mmap(-1, 1)  # of the test that runs, shared with forks
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Only the chosen ones, in their order."""
+        by_id = {item.nodeid: item for item in items}
+        items[:] = [by_id[name] for name in self.tests]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Run a test; what is late ends the process."""
+        test = self.tests[item.nodeid]
+        self.tier[0] = test.tier
+        signal.setitimer(signal.ITIMER_REAL, SPARE_SECONDS + 5 * test.seconds)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class Session:
+    """Pytest's plugin that has collected the tests and runs them on forks."""
+
+    def __init__(self, mutants: list[Mutant], tests: dict[str, Test]) -> None:
+        """See `tried`; the mutants are inside functions."""
+        self.mutants, self.tests = mutants, tests
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Try the mutants; on a fork, go on to pytest's own loop over the tests of one."""
+        outcomes = []
+        for mutant in self.mutants:
+            chosen = Chosen(reaching(mutant, self.tests))
+            with written(mutant):
+                pid = fork()
+                if not pid:
+                    exchange(mutant)
+                    chosen.pytest_collection_modifyitems(session.items)
+                    session.config.pluginmanager.register(chosen)
+                    return None
+                outcomes.append(TIERS[chosen.tier[0]] if ending(pid) else SURVIVED)
+                say(mutant, outcomes[-1])
+        OUTCOMES.write_text(json.dumps(outcomes))
+        return True
+
+
+@functools.cache
+def near_files(module: str) -> dict[str, int]:
+    """Tiers of test files: about the module, others of their rooms, of whole stages."""
+    own = {*test_map.files_of_modules()[module]}
+    rooms = {(ROOT / "tests" / file).parent for file in own - {GOLDEN}}
+    paths = [path.relative_to(ROOT / "tests") for room in rooms for path in room.glob("test_*.py")]
+    nearness = dict.fromkeys(map(str, sorted(paths)), 1) | dict.fromkeys(sorted(own), 0)
+    return {f"tests/{file}": tier for file, tier in (nearness | {GOLDEN: 2}).items()}
+
+
+def read_tests(files: Collection[str]) -> dict[str, Test]:
+    """Tests of files by their names, those of quick files first, then those that are quick."""
+    noted = json.loads(NOTES.read_text())
+    tests = {name: Test(*notes) for file in files for name, notes in noted[file][1].items()}
+    seconds: Counter[str] = Counter()
+    for name, test in tests.items():
+        seconds[file_of(name)] += test.seconds
+
+    def order(name: str) -> tuple[float, str, float]:
+        return seconds[file_of(name)], file_of(name), tests[name].seconds
+
+    return {name: tests[name] for name in sorted(tests, key=order)}
+
+
+def note_tests(files: Collection[str], pool: Any) -> None:
+    """Have `NOTES` say what the tests of files reach, of this state of the project."""
+    noted = json.loads(NOTES.read_text()) if NOTES.exists() else {}
+    patterns = ("*.py", "common/**/*.py", "tests/*.py", "tests/support/*.py")
+    shared = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    shared = [path for path in shared if not path.name.startswith("test_")]
+    hashed = hashlib.sha256(b"".join(path.read_bytes() for path in shared))
+
+    def state(file: str) -> str:
+        own = hashed.copy()
+        own.update((ROOT / file).read_bytes())
+        return own.hexdigest()
+
+    missing = [file for file in files if noted.get(file, [""])[0] != state(file)]
+    shares = [share for i in range(NUM_SHARES) if (share := missing[i::NUM_SHARES])]
+    for found in pool.imap_unordered(traced, shares):
+        noted |= {file: [state(file), tests] for file, tests in found.items()}
+        NOTES.write_text(json.dumps(noted))
+
+
+def traced(files: list[str]) -> dict[str, dict[str, Any]]:
+    """What the tests of files reach, by file and name.
+
+    Raises:
+        RuntimeError: a test fails.
+    """
+    NOTED.unlink(missing_ok=True)
+    status = run_pytest(files, Recorder)
+    stop_watching(Path.cwd())
+    if status:
+        raise RuntimeError(f"without a change:\n{LOG.read_text()[-3000:]}")
+    found: dict[str, dict[str, Any]] = {file: {} for file in files}
+    for name, notes in json.loads(NOTED.read_text()).items():
+        found[file_of(name)][name] = notes
+    return found
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def reaching(mutant: Mutant, tests: dict[str, Test]) -> dict[str, Test]:
+    """The tests that may notice a mutant, those that are near first, with their tiers.
+
+    A mutant outside of functions may be noticed by all that reach the module.
+    """
+    path, nearness = path_of(mutant.module), near_files(mutant.module)
+    start, end = statement(mutant) if outermost(mutant) else (0, sys.maxsize)
+    near = {
+        name: test._replace(tier=nearness[file_of(name)])
+        for name, test in tests.items()
+        if file_of(name) in nearness
+        and any(start <= line <= end for line in test.reaches.get(path, []))
+    }
+    return {name: near[name] for name in sorted(near, key=lambda name: near[name].tier)}
+
+
+def statement(mutant: Mutant) -> tuple[int, int]:
+    """First and last line of the smallest statement around a mutant, of its head if it has one."""
+    around = []
+    for node in ast.walk(ast.parse((ROOT / path_of(mutant.module)).read_text())):
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            end = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or 0
+            if node.lineno <= mutant.line <= end:
+                around.append((end - node.lineno, node.lineno, end))
+    return min(around)[1:]
+
+
+def outermost(mutant: Mutant) -> str:
+    """Qualified name of the outermost function whose body has the mutant, empty if none."""
+    scopes: list[tuple[str, ast.AST]] = [
+        ("", ast.parse((ROOT / path_of(mutant.module)).read_text()))
     ]
-    others = sorted({*files} - {*own, GOLDEN})
-    return {"own": own, "room": others, "golden": [GOLDEN]}
+    while scopes:
+        prefix, scope = scopes.pop()
+        for node in ast.iter_child_nodes(scope):
+            if isinstance(node, ast.ClassDef):
+                scopes.append((f"{prefix}{node.name}.", node))
+            elif isinstance(node, ast.FunctionDef):
+                start, end = node.body[0].lineno, node.end_lineno or 0
+                if start <= mutant.line <= end:
+                    return prefix + node.name
+    return ""
 
 
-def run_tests(files: Sequence[str], seconds: float) -> str:
-    """Run test files in a forked process: passed, failed, or what took longer, late."""
+def exchange(mutant: Mutant) -> None:
+    """Give the imported functions the mutant's code."""
+    name, path = outermost(mutant), str(Path(path_of(mutant.module)).resolve())
+    codes = [compile(mutant.text, path, "exec")]
+    for code in codes:  # which grows
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    (new,) = [code for code in codes if code.co_qualname == name]
+    for function in gc.get_objects():
+        if isinstance(function, FunctionType):
+            code = function.__code__
+            if (code.co_qualname, code.co_filename) == (name, path):
+                function.__code__ = new
+
+
+@contextlib.contextmanager
+def written(mutant: Mutant) -> Iterator[None]:
+    """The mutant in its file, for processes that are started."""
+    file = Path(path_of(mutant.module))
+    source = file.read_text()
+    file.write_text(mutant.text)
+    try:
+        yield
+    finally:
+        file.write_text(source)
+
+
+def fork() -> int:
+    """As `os.fork`; the new process leads a group."""
     pid = os.fork()
     if not pid:
         os.setpgid(0, 0)
-        null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(null, descriptor)
-        import pytest
+    return pid
 
-        paths = [f"tests/{file}" for file in files]
-        os._exit(pytest.main([*paths, "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]))
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return "failed" if status else "passed"
-        time.sleep(0.02)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "late"
+
+def ending(pid: int) -> int:
+    """The status with which a fork ends; then its own forks end."""
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return status
+
+
+def run_pytest(files: Sequence[str], plugin: Callable[[], object]) -> int:
+    """Run test files on a fork, with the plugin made there, until one fails; its status."""
+    pid = fork()
+    if not pid:
+        log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for descriptor, new in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+            os.dup2(new, descriptor)
+        arguments = [*files, "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        arguments.append("--hypothesis-profile=found")
+        leave(pytest.main(arguments, plugins=[plugin()]))
+    return ending(pid)
+
+
+def leave(status: int) -> NoReturn:
+    """End a fork; the servers that it has started see that nobody asks."""
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def in_copy() -> None:
@@ -258,28 +508,32 @@ def in_copy() -> None:
         del sys.modules[name]  # the copy's are imported
 
 
-def clean_seconds(module: str) -> float:
-    """How long the module's own test files take without a change. They must pass."""
-    start, (files, *_) = time.monotonic(), tiers(module).values()
-    outcome = run_tests(files, MOST_SECONDS)
-    if outcome != "passed":
-        sys.exit(f"error: without a change {outcome}: {' '.join(files)}")
-    return time.monotonic() - start
+def tried(drawn: list[Mutant]) -> list[Mutant]:
+    """The mutants with their outcomes."""
+    tests = read_tests({file for mutant in drawn for file in near_files(mutant.module)})
+    OUTCOMES.unlink(missing_ok=True)
+    inside = [mutant for mutant in drawn if outermost(mutant)]
+    if inside:
+        files = sorted({file_of(name) for name in tests})
+        run_pytest(files, lambda: Session(inside, tests))
+        outcomes = dict(zip(inside, json.loads(OUTCOMES.read_text()), strict=True))
+    else:
+        outcomes = {}
+    for mutant in drawn:
+        if mutant not in outcomes:
+            chosen = Chosen(reaching(mutant, tests))
+            files = sorted({*map(file_of, chosen.tests)})
+            with written(mutant):
+                status = files and run_pytest(files, lambda chosen=chosen: chosen)
+            outcomes[mutant] = TIERS[chosen.tier[0]] if status else SURVIVED
+            say(mutant, outcomes[mutant])
+    return [replace(mutant, outcome=outcomes[mutant]) for mutant in drawn]
 
 
-def tried(mutant: Mutant, clean: float) -> Mutant:
-    """The mutant with its outcome. What hangs, or takes far longer, is noticed too."""
-    file = Path(path_of(mutant.module))
-    source = file.read_text()
-    try:
-        file.write_text(mutant.text)
-        for tier, files in tiers(mutant.module).items():
-            limit = 4 * clean + SPARE_SECONDS if tier == "own" else MOST_SECONDS
-            if files and run_tests(files, limit) != "passed":
-                return replace(mutant, outcome=tier)
-    finally:
-        file.write_text(source)
-    return replace(mutant, outcome=SURVIVED)
+def say(mutant: Mutant, outcome: str) -> None:
+    """Print a mutant that the nearest tests have not noticed."""
+    if outcome != "own":
+        os.write(TERMINAL, f"{outcome}: {mutant}\n".encode())
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -291,44 +545,44 @@ def equivalent() -> dict[Key, str]:
     return {tuple(entry[name] for name in KEY): entry["why"] for entry in entries}
 
 
+def modules_of(name: str) -> list[str]:
+    """Dotted names of a module of common/, or of all modules of a room of it."""
+    name = f"common.{name}"
+    return [module for module in test_map.files_of_modules() if f"{module}.".startswith(f"{name}.")]
+
+
 def main() -> None:
     """Draw mutants of each module, run their tests, print a table and the survivors."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("modules", nargs="+", help="as losses or model.optim, in common/")
-    parser.add_argument("--places", type=int, default=60, help="of each module; 0: all")
+    parser.add_argument("modules", nargs="+", help="as losses or model.optim, or a room, as grpo")
+    parser.add_argument("--places", type=int, default=60, help="of each of these; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    names = [f"common.{name}" for name in arguments.modules]
-    if unknown := {*names} - test_map.files_of_modules().keys():
-        parser.error(f"no module {', '.join(sorted(unknown))}")
+    if unknown := [name for name in arguments.modules if not modules_of(name)]:
+        parser.error(f"no module {', '.join(unknown)} in common/")
     for name in SHARED:
-        importlib.import_module(name)  # once, for all forked processes
-    torch.set_num_threads(1)
+        importlib.import_module(name)  # once, for all forks; they may not find a pool of threads
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a file may change twice within its time's digits
     shutil.rmtree(COPIES, ignore_errors=True)
-    known, is_good = equivalent(), True
-    print(f"{'module':34} own room golden equivalent survived of")
+    drawn, known = {}, equivalent()
+    for name in arguments.modules:
+        found = [mutant for module in modules_of(name) for mutant in mutants(module)]
+        random.Random(arguments.seed).shuffle(found)
+        drawn[name] = found[: arguments.places or None]
+    left = [mutant for found in drawn.values() for mutant in found if mutant.key not in known]
+    shares = [left[i :: arguments.processes] for i in range(arguments.processes)]
     with multiprocessing.get_context("fork").Pool(arguments.processes, in_copy) as pool:
-        for name in names:
-            drawn = mutants(name)
-            random.Random(arguments.seed).shuffle(drawn)
-            drawn = drawn[: arguments.places or None]
-            clean = pool.apply(clean_seconds, [name])
-            left = [mutant for mutant in drawn if mutant.key not in known]
-            done = pool.starmap(tried, [(mutant, clean) for mutant in left], chunksize=1)
-            counts = Counter(mutant.outcome for mutant in done)
-            is_good &= counts[SURVIVED] <= (1 - LEAST) * len(left)
-            columns = [
-                *(counts[tier] for tier in ("own", "room", "golden")),
-                len(drawn) - len(left),
-            ]
-            widths = (3, 4, 6, 10, 8)
-            cells = zip([*columns, counts[SURVIVED]], widths, strict=True)
-            print(f"{name:34}", *(f"{cell:{width}}" for cell, width in cells), len(drawn))
-            for mutant in done:
-                if mutant.outcome != "own":
-                    print(f"  {mutant.outcome}: {mutant}", flush=True)
+        note_tests(sorted({file for one in left for file in near_files(one.module)}), pool)
+        done = {mutant.key: mutant.outcome for share in pool.map(tried, shares) for mutant in share}
     shutil.rmtree(COPIES)
+    is_good = True
+    print(f"\n{'module':34} own room golden survived equivalent of")
+    for name, found in drawn.items():
+        counts = Counter(done.get(mutant.key, EQUAL) for mutant in found)
+        is_good &= counts[SURVIVED] <= (1 - LEAST) * (len(found) - counts[EQUAL])
+        cells = zip((*TIERS, SURVIVED, EQUAL), (3, 4, 6, 8, 10), strict=True)
+        print(f"{name:34}", *(f"{counts[cell]:{width}}" for cell, width in cells), len(found))
     sys.exit(not is_good)
 
 
