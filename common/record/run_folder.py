@@ -51,7 +51,7 @@ def save_run_files(
 
     from common.text import sources
 
-    installed, reward = versions(), getattr(config, "implicit_reward", None)
+    reward = getattr(config, "implicit_reward", None)
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -63,7 +63,7 @@ def save_run_files(
         "git_commit": git_commit(),
         "model_commit": model_commit,
         "dataset_commit": sources.dataset_commits.get(config.dataset_name) or None,
-        "packages": {name: installed.get(name) for name in PACKAGES},
+        "packages": versions(PACKAGES),
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,
         "inputs": inputs_of(config),
@@ -122,9 +122,16 @@ def digest(file: Path) -> str:
     return result.hexdigest()
 
 
-def versions() -> dict[str, str]:
-    """Versions of the installed packages. Of a package in two places the first is imported."""
-    return {one.name: one.version for one in reversed([*metadata.distributions()])}
+def versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Versions of packages; None of one that is not installed."""
+
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    return {name: version(name) for name in names}
 
 
 def mark_finished(output_dir: Path) -> None:

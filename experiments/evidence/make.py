@@ -89,7 +89,7 @@ def make(recording: Recording, commit: str, tree: Path) -> bool:
         cores=os.cpu_count() or 1,
         gpu=accelerator(1)["gpu"] if recording.takes_gpu else None,
         python=platform.python_version(),
-        packages={name: v for name, v in versions().items() if name in PACKAGES},
+        packages={name: v for name, v in versions(PACKAGES).items() if v},
     )
     keep(recording, tree, record)
     tables.write()

@@ -158,7 +158,7 @@ class Bench:
 
     def measure_card(self, case: Case) -> Iterator[Line]:
         """Name and versions; FLOP/s of a bfloat16 product, bytes/s of a copy."""
-        installed, device = run_folder.versions(), distributed.device()
+        device = distributed.device()
         names = ("torch", "transformers", "trl", "liger_kernel")
         width, num_bytes = (512, 2**22) if self.is_tiny else (8192, 2**31)
         factors = torch.randn(2, width, width, dtype=torch.bfloat16, device=device)
@@ -169,7 +169,7 @@ class Bench:
         peaks = [peak for name, peak in PEAKS.items() if name in str(about["gpu"])]
         yield {
             **about,
-            "versions": {name: installed.get(name) for name in names},
+            "versions": run_folder.versions(names),
             "git_commit": run_folder.git_commit(),
             "matmul_flops": flops_per_second,
             "copy_bytes_per_second": copied,
