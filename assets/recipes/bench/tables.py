@@ -102,6 +102,7 @@ def draw(part: str) -> Path:
 TABLES: dict[str, Callable[[], str]] = {
     "bench-tiny": partial(against_trl, "bench-tiny"),
     "bench-gpt2-small": partial(against_trl, "bench-gpt2-small"),
+    "bench-sampler": partial(studies.printed, "bench-sampler/table.md"),
     "bench-quality": partial(studies.printed, "bench-quality/table.md"),
     "bench-tiny.short": table,
     "bench-quality.short": quality,

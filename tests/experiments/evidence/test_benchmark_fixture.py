@@ -31,7 +31,7 @@ from common.text.reading import load_rows
 from common.text.schemas import Row
 from common.text.tokenise import tokenize_rows
 from experiments.evidence.bench import __main__ as bench
-from experiments.evidence.bench import fixture, flops, processes, sides
+from experiments.evidence.bench import fixture, flops, processes, sampler, sides
 from experiments.evidence.bench.fixture import EOS_ID
 from experiments.evidence.bench.rows import ROWS, SHAPES, BenchRow, Shape
 from experiments.runs.stages import config_class
@@ -372,3 +372,20 @@ def test_trl_trains_every_stage_by_its_command(stage: str, start: Path, monkeypa
     trainer = trl_chain.make_trainer(name, config, with_stop=with_stop)
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_the_sampler_draws_every_token_that_is_timed(tmp_path: Path) -> None:
+    with mock.patch.object(sampler, "SHAPE", Shape(2, 18, 9, 64, 256)):
+        sampler.build(tmp_path)
+    draw = sampler.ours(tmp_path, "float32")
+    assert draw([[2, 3, 4], [5, 6]], 3, 0) == 2 * 3 * sampler.COMPLETION_LENGTH  # none stops
+
+
+def test_our_sampler_is_compared_with_the_faster_engine() -> None:
+    speeds = {"ours": [30.0, 60.0, 40.0], "vLLM": [10.0, 20.0, 15.0], "vLLM compiled": [20.0] * 3}
+    line = sampler.summarise({"row": "1x8", "dtype": "float32", **speeds})
+    assert line["ratio"] == 40 / 20
+    assert line["ratios"] == [1.5, 3.0, 2.0]
+    machine = {"cpu": "a CPU", "cores": 2, "versions": {"torch": "2"}}
+    table = sampler.render({"rows": [line], "machine": machine})
+    assert "2.00 (1.50..3.00)" in table
