@@ -445,7 +445,7 @@ def exchange(mutant: Mutant) -> None:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     (new,) = [code for code in codes if code.co_qualname == name]
     for function in gc.get_objects():
-        if isinstance(function, FunctionType):
+        if type(function) is FunctionType:  # a lazy object may warn of `isinstance`
             code = function.__code__
             if (code.co_qualname, code.co_filename) == (name, path):
                 function.__code__ = new

@@ -327,6 +327,20 @@ def test_choice_does_not_depend_on_where_the_prompt_is(method: str):
     assert not torch.equal(advantages.rejection_sample(rewards, seed=seeds + 1, **options), whole)
 
 
+@pytest.mark.parametrize(
+    ("method", "drawn"),
+    [
+        ("rso", [[1, 4, 5], [4, 5, 0], [4, 5, 2], [3, 5, 0]]),
+        ("gumbel", [[3, 2, 5], [5, 3, 4], [5, 4, 3], [4, 5, 1]]),
+    ],
+)
+def test_a_seed_draws_the_same_in_every_version(method: str, drawn: list[list[int]]):
+    """Else a run of an older commit could not be repeated. There is no other target."""
+    rewards = torch.linspace(0, 1, 24).view(4, 6)
+    options = {"num_keep": 3, "temperature": 0.1, "seed": 7}
+    assert advantages.rejection_sample(rewards, method=method, **options).tolist() == drawn
+
+
 @settings(max_examples=100, deadline=None)
 @given(rewards=st.lists(st.integers(-5, 5), min_size=7, max_size=7), num_keep=st.integers(1, 7))
 def test_max_variance_against_every_subset(rewards: list[int], num_keep: int):

@@ -2,8 +2,10 @@
 
 Every row comes back out of its padded form by its mask alone, whatever the pad id; positions count
 real tokens only; a completion ends with its first stop token; a batch pairs each completion with
-its own prompt. About `common.padding`.
+its own prompt, and reaches a device as it was. About `common.padding`.
 """
+
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
@@ -93,3 +95,21 @@ def test_batch_holds_each_prompt_next_to_its_completions(groups: list, pad_id: i
         assert kept[: batch.input_ids.shape[1] - num_columns].sum() == len(prompt)
     assert batch.num_tokens == sum(len(c) for _, c, flag in expected if flag)
     assert batch.attention_mask.any(dim=1).all(), "a row without attention would be NaN"
+
+
+def test_tensors_of_several_dtypes_and_shapes_are_moved_in_one_copy():
+    tensors = {
+        "flags": torch.tensor([True, False, True]),  # 3 bytes, behind which 5 are left
+        "ids": torch.arange(6).view(2, 3),
+        "logps": torch.randn(2, 2, 1, generator=torch.Generator().manual_seed(0)),
+        "more flags": torch.tensor([[True], [False]]),
+        "lengths": torch.tensor([4, 2]),
+        "count": torch.tensor(7),
+        "nothing": torch.zeros(0, 3),
+    }
+    with mock.patch.object(padding, "on_device", side_effect=lambda tensor, _: tensor) as copy:
+        moved = padding.together_on(tensors, "cuda")  # on whose side they are views of one tensor
+    copy.assert_called_once()
+    assert moved.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(moved[name], tensor, rtol=0, atol=0)

@@ -1,9 +1,14 @@
-"""Claim: a mutant changes one place, of each kind; those that change nothing are still there.
+"""Claim: a mutant changes one place, of each kind, and meets the tests that reach it.
 
-About `tests/mutants.py`.
+Those that change nothing are still there. About `tests/mutants.py` and `tests/support/reached.py`.
 """
 
 import ast
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +67,101 @@ def test_a_mutant_differs_from_its_module_in_one_place():
     for mutant in drawn[::10]:
         (line,) = {*mutant.text.splitlines()} - {*source.splitlines()}
         assert mutant.after.split("\n")[0] in line
+
+
+TOY = """
+LIMIT = 3
+
+class Counter:
+    def above(self, values: list[int]) -> int:
+        return sum(value > LIMIT for value in values)
+
+def double(
+    value: int, times: int = 2
+) -> int:
+    return value * times
+
+def idle() -> int:
+    return 0
+"""
+RUN = """
+import json, os, subprocess, sys
+from pathlib import Path
+from tests.support import reached
+noted, places = reached.watch([Path("toy.py")], Path.cwd())
+import toy
+noted.take()
+found = []
+for call in (
+    lambda: toy.double(1),
+    lambda: os.fork() or (toy.Counter().above([1]), os._exit(0)),
+    lambda: subprocess.run([sys.executable, "-c", "import toy; toy.idle()"], check=True),
+):
+    if isinstance(pid := call(), int) and pid > 9:
+        os.waitpid(pid, 0)
+    found.append([places[i] for i in sorted(noted.take())])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the module `toy`, in which the process is."""
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    monkeypatch.delitem(sys.modules, "toy", raising=False)
+    return tmp_path
+
+
+def test_what_a_call_a_fork_and_a_process_reach_is_noted(toy: Path) -> None:
+    packages = f"{toy}:{Path(__file__).parents[2]}"
+    result = subprocess.run(
+        [sys.executable, "-c", RUN.replace("Path.cwd())", f'Path("{toy}"))')],
+        env={"PYTHONPATH": packages},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    call, fork, process = (
+        {line for path, line in found if path == "toy.py"} for found in json.loads(result.stdout)
+    )
+    assert call == {8, 11}
+    assert fork == {5, 6}
+    assert 14 in process  # which has imported the module too
+    assert not {6, 11} & process
+
+
+def test_a_function_gets_the_code_of_its_mutant(toy: Path) -> None:
+    module = importlib.import_module("toy")
+    above = module.Counter().above  # as a test has imported it
+    for mutant in mutants.mutants("toy"):
+        if mutant.function == "Counter.above" and mutant.after == "value >= LIMIT":
+            assert mutants.outermost(mutant) == "Counter.above"
+            mutants.exchange(mutant)
+    assert above([3, 4]) == 2
+
+
+def test_the_tests_of_a_place_are_those_that_reach_its_statement(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = {"tests/test_own.py": 0, "tests/test_room.py": 1}
+    monkeypatch.setattr(mutants, "near_files", lambda module: near)
+    tests = {
+        "tests/test_far.py::far": mutants.Test(0.1, {"toy.py": [11]}),
+        "tests/test_room.py::multiplies": mutants.Test(0.1, {"toy.py": [8, 11]}),
+        "tests/test_room.py::counts": mutants.Test(0.1, {"toy.py": [6]}),
+        "tests/test_own.py::multiplies": mutants.Test(9.0, {"toy.py": [8, 11]}),
+        "tests/test_own.py::other": mutants.Test(0.1, {"other.py": [11]}),
+    }
+    reach = {mutant.after: [*mutants.reaching(mutant, tests)] for mutant in mutants.mutants("toy")}
+    multiplies = ["tests/test_own.py::multiplies", "tests/test_room.py::multiplies"]
+    assert reach["value / times"] == multiplies
+    assert reach["value >= LIMIT"] == ["tests/test_room.py::counts"]
+    assert {*reach["4"]} == {*multiplies, "tests/test_room.py::counts"}  # outside of functions
+    assert reach["1"] == []
 
 
 @pytest.mark.parametrize("key", mutants.equivalent(), ids=lambda key: f"{key[0]} {key[1]}")

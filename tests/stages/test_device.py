@@ -74,7 +74,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 LONG = 64  # tokens, of which the rows of a bad step have more
-STEPS, SAVED = 4, 2
+STEPS, SAVED = 2, 1
 MOVES: dict[str, dict[str, Any]] = {"sft": {}, "grpo": VARIANTS["grpo exact"]}
 
 

@@ -1,7 +1,6 @@
 """Notes which lines of some files run, in a process and in all that it starts or forks.
 
-A started Python process imports `sitecustomize`, which `watch` writes into a folder that must be on
-its path.
+A started Python process imports `sitecustomize`, which `watch` writes into a folder on its path.
 """
 
 import json
@@ -56,7 +55,8 @@ def watch(paths: Sequence[Path], folder: Path) -> tuple[Reached, list[tuple[str,
         "from tests.support import reached\n\nreached.go_on()\n"
     )
     os.environ[VARIABLE] = str(folder / "reached.json")
-    os.environ["PYTHONPATH"] = str(folder)
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     return go_on(), names
 
 
