@@ -110,6 +110,31 @@ def test_packs_hold_every_place_once_within_the_limits(config, groups):
         assert not fits([*pack, following[0]], config)  # a pack is full before the next begins
 
 
+@given(
+    config=CONFIGS,
+    groups=st.lists(st.tuples(st.integers(1, 30), LENGTHS), max_size=12),
+)
+def test_packs_that_are_dealt_hold_every_place_once_within_the_limits(config, groups):
+    config = replace(config, compile="true", layout="shared_prefix")
+    groups = [piece_of(100 * i, *group) for i, group in enumerate(groups)]
+    packed = pack_micro_batches(groups, config)
+    slots = sorted(slot for pack in packed for group in pack for slot in group.slots)
+    assert slots == [slot for group in groups for slot in group.slots]
+    assert all(len(pack) == 1 or fits(pack, config) for pack in packed)
+    assert len(packed) == len(pack_micro_batches(groups, replace(config, compile="false")))
+
+
+def test_packs_are_dealt_like_cards_by_hand():
+    """Of 9, 8, ..., 2 tokens 30 would fit at first, and leave 14. Every other round is reversed."""
+    config = tiny.train_config(compile="true", micro_batch_tokens=30, micro_batch_size=8)
+    groups = [piece_of(n, n, [1]) for n in range(1, 9)]
+    packed = pack_micro_batches(groups, config)
+    assert [[1 + len(group.prompt_ids) for group in pack] for pack in packed] == [
+        [9, 5, 6, 2],
+        [8, 4, 7, 3],
+    ]
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     config=CONFIGS,
@@ -172,6 +197,8 @@ def test_groups_that_count_nowhere_fill_a_batch_up(groups, is_uniform):
     num_tokens, most = plain.input_ids.shape[1], max(len(group.completions) for group in real)
     unit = batch.input_ids.shape[1] & -batch.input_ids.shape[1]  # the power of two that divides it
     assert unit >= min(1024, num_tokens / 16)
+    added = batch.input_ids.shape[1] - num_tokens
+    assert added < 1.5 * max(4, num_tokens / 8) + len(fillers)
     assert (len(real) + len(fillers)) % (8 if most < 2 else 4) == 0
     assert len(batch.slots) == (len(real) + len(fillers)) * most
     assert batch.is_real.tolist() == [True] * len(plain.slots) + [False] * len(
@@ -181,6 +208,15 @@ def test_groups_that_count_nowhere_fill_a_batch_up(groups, is_uniform):
     assert torch.equal(batch.completion_mask[:rows, :width], plain.completion_mask)
     assert batch.num_tokens == plain.num_tokens
     assert batch.completion_mask.shape[1] == config.max_completion_length
+
+
+def test_a_long_row_is_filled_up_to_a_multiple_of_1024():
+    config = tiny.train_config(compile="true", max_prompt_length=1000, max_completion_length=20)
+    groups = [piece_of(i, 1000, [20]) for i in range(39)]
+    fillers = filled(groups, config)[39:]
+    added = sum(len(one.prompt_ids) + sum(map(len, one.completions)) for one in fillers)
+    assert (39 * 1020 + added) % 1024 == 0
+    assert added < 1.5 * 1024 + len(fillers)
 
 
 def test_prompts_of_one_token_are_filled_up_too():
