@@ -36,6 +36,12 @@ def test_no_interval_leaves_out_what_it_is_of() -> None:
         assert low <= mean <= high
 
 
+def test_scores_may_come_with_a_graph_and_in_bfloat16() -> None:
+    values = torch.tensor([1.0, 2.5, 4.0])
+    with_graph = values.bfloat16().requires_grad_()
+    assert mean_interval(with_graph) == mean_interval(values) == mean_interval(values.tolist())
+
+
 def test_preference_accuracy_counts_a_tie_as_one_half() -> None:
     chosen = torch.tensor([2.0, 1.0, 0.5, 3.0, -1.0])
     rejected = torch.tensor([1.0, 1.0, 0.7, 3.0, -2.0])

@@ -3,7 +3,7 @@
 Targets: counts by hand, Wilson's interval of statsmodels, simulations with a known win rate; of the
 win rate at equal length statsmodels' GLM and scipy's minimiser of the penalised likelihood. Pass@k
 and maj@k are what enumeration of all draws of k samples, and votes counted by hand, give. About
-`common.evaluation.win_rates` and `common.evaluation.pass_rates`.
+`common.evaluation.win_rates`, `common.evaluation.pass_rates` and `common.evaluation.intervals`.
 """
 
 from itertools import combinations
@@ -17,7 +17,7 @@ from scipy.optimize import minimize
 from statsmodels.stats.proportion import proportion_confint
 
 from common.evaluation.accuracy import Interval
-from common.evaluation.intervals import mean_over_prompts, share_over_prompts
+from common.evaluation.intervals import mean_interval, mean_over_prompts, share_over_prompts
 from common.evaluation.pass_rates import majority, pass_at, pass_rates
 from common.evaluation.records import REFERENCE, Generation, PromptRecord, Verdict
 from common.evaluation.summary import checks
@@ -165,6 +165,18 @@ def test_ties_narrow_the_interval_and_it_covers_still():
     assert 0.93 <= held <= 0.97
     low, high = proportion_confint(82.5, 150, alpha=0.05, method="wilson")
     assert width < 0.5 * (high - low)
+
+
+def test_of_prompts_with_one_value_each_the_order_changes_nothing():
+    values = [0.1 * n**2 for n in range(9)]
+    found = mean_over_prompts(values, list("abcdefghi"))
+    assert mean_over_prompts(values[::-1], list("abcdefghi")) == found
+    assert (found.mean, found.low, found.high) == mean_interval(values)
+
+
+def test_every_value_has_a_prompt():
+    with pytest.raises(ValueError, match="shorter"):
+        mean_over_prompts([1.0, 2.0], ["a"])
 
 
 def test_what_was_not_measured_is_left_out_of_a_mean():
@@ -331,6 +343,11 @@ def test_the_answer_of_most_samples_is_right_or_not(answers, rewards, expected):
     assert majority(rewards, answers) == expected
 
 
+def test_an_answer_belongs_to_a_sample():
+    with pytest.raises(ValueError, match="longer|shorter"):
+        majority([1, 0, 0], ["7", "7"])
+
+
 def test_rates_are_means_over_prompts_with_their_intervals():
     rewards = [[1, 0, 0], [1, 1, 1], [0, 0, 0], [None, 1, 1]]
     answers = [["1", "2", "2"], ["4", "4", "4"], ["5", None, None], ["6", "6", "6"]]
@@ -343,6 +360,10 @@ def test_rates_are_means_over_prompts_with_their_intervals():
     assert {own.count for own in found.values()} == {3}  # the check does not apply to the last
     assert list(pass_rates(rewards, None, prompts)) == ["pass@1", "pass@2", "pass@3"]
     assert list(pass_rates([[1], [0]], [["1"], ["2"]], ["a", "b"])) == ["pass@1"]
+    assert {name: own.mean for name, own in pass_rates([[1, 0]], None, ["a"]).items()} == {
+        "pass@1": 0.5,
+        "pass@2": 1.0,
+    }
 
 
 def test_a_check_says_nothing_but_0_and_1_of_any_completion():
