@@ -493,3 +493,15 @@ def test_unusable_options_are_refused_with_the_values_allowed():
     for loss_type in per_token:
         with pytest.raises(AssertionError, match="lengths"):
             losses.preference_loss(*LOGPS, beta=0.5, loss_type=loss_type)
+
+
+@pytest.mark.parametrize("gap", [100.0, -200.0, 1e6])
+@pytest.mark.parametrize("level", losses.RATIO_LEVELS)
+def test_a_policy_that_has_gone_far_has_finite_ratios_and_gradients(gap: float, level: str):
+    """Beyond a ratio of e^88 float32 is infinite, and infinity times an advantage of 0 is nan."""
+    logps = torch.tensor([[gap, 0.0]], requires_grad=True)
+    mask = torch.tensor([[True, True]])
+    ratio = losses.probability_ratio(logps, torch.zeros(1, 2), mask, ratio_level=level)
+    (ratio.float() * torch.tensor([[0.0, 1.0]])).sum().backward()
+    assert ratio.float().isfinite().all()
+    assert logps.grad.isfinite().all()

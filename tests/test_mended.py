@@ -341,6 +341,10 @@ MENDED = (
         "checkpoint/test_checkpoint.py::test_a_restart_counts_only_where_this_job_wrote_last",
     ),
     (
+        "An evaluation in which the length decided all verdicts ended in an error.",
+        "evaluation/test_win_rates.py::test_verdicts_that_the_length_decides_have_a_maximum",
+    ),
+    (
         "A full temporary folder ended in a traceback.",
         "shutdown/test_failures.py::test_a_disk_without_room_ends_a_command_in_a_sentence",
     ),

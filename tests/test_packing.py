@@ -210,6 +210,15 @@ def test_groups_that_count_nowhere_fill_a_batch_up(groups, is_uniform):
     assert batch.completion_mask.shape[1] == config.max_completion_length
 
 
+def test_the_limits_of_a_compiled_batch_are_those_of_its_largest_group():
+    """Kernels are chosen by them, and must not change with the lengths of a batch."""
+    config = tiny.train_config(compile="true", max_prompt_length=60, max_completion_length=20)
+    layout = collate([piece_of(0, 5, [2]), piece_of(9, 7, [1] * 6)], config, 0).layout
+    assert layout.longest == 60 + 20
+    assert layout.largest >= 6 * 20  # of a group that fills up maybe more
+    assert layout.largest % 20 == 0
+
+
 def test_a_long_row_is_filled_up_to_a_multiple_of_1024():
     config = tiny.train_config(compile="true", max_prompt_length=1000, max_completion_length=20)
     groups = [piece_of(i, 1000, [20]) for i in range(39)]

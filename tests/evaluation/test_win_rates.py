@@ -14,6 +14,7 @@ import pytest
 import statsmodels.api as sm
 from scipy import stats
 from scipy.optimize import minimize
+from scipy.special import expit
 from statsmodels.stats.proportion import proportion_confint
 
 from common.evaluation.accuracy import Interval
@@ -22,6 +23,7 @@ from common.evaluation.pass_rates import majority, pass_at, pass_rates
 from common.evaluation.records import REFERENCE, Generation, PromptRecord, Verdict
 from common.evaluation.summary import checks
 from common.evaluation.win_rates import (
+    MAX_INTERCEPT,
     PENALTY,
     all_win_rates,
     fit_logistic,
@@ -248,6 +250,41 @@ def test_every_weighting_is_fitted_as_alone():
     assert again == pytest.approx(fitted, abs=1e-7)
 
 
+def slopes(covariate: Any, wins: Any, weights: Any, fitted: Any) -> float:
+    """How far a fit is from its maximum: the gradients per weight, those at the limit aside."""
+    residuals = weights * (wins - expit(fitted[0] + fitted[1] * covariate))
+    by_intercept, by_slope = residuals.sum(), residuals @ covariate - PENALTY * fitted[1]
+    if abs(fitted[0]) == MAX_INTERCEPT:  # beyond which it would go on
+        by_intercept = min(0.0, by_intercept * np.sign(fitted[0]))
+    return float(max(abs(by_intercept), abs(by_slope)) / weights.sum())
+
+
+def test_verdicts_that_the_length_decides_have_a_maximum():
+    """One side wins if it is longer by some tokens: the intercept grows up to its limit."""
+    generator = np.random.default_rng(0)
+    at_limit = 0
+    for _ in range(40):
+        covariate = np.tanh(generator.normal(size=1000))
+        wins = (covariate > generator.normal() / 2).astype(float)
+        weights = generator.multinomial(1000, np.full(1000, 1e-3), size=4)
+        for row, fitted in zip(weights, fit_logistic(covariate, wins, weights), strict=True):
+            assert slopes(covariate, wins, row, fitted) < 1e-7
+            at_limit += abs(fitted[0]) == MAX_INTERCEPT
+    assert at_limit > 20
+
+
+def test_every_start_leads_to_the_maximum():
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        size = generator.integers(3, 12)
+        covariate = np.tanh(generator.normal(size=size) * generator.choice([0.1, 1, 5]))
+        wins = generator.choice([0, 0.5, 1], size)
+        weights = 100.0 * generator.integers(0, 4, (1, size)) + 1
+        start = generator.uniform(-10, 10, (1, 2))
+        (fitted,) = fit_logistic(covariate, wins, weights, start)
+        assert slopes(covariate, wins, weights[0], fitted) < 1e-7
+
+
 def penalised(covariate: np.ndarray, wins: np.ndarray, weights: np.ndarray) -> np.ndarray:
     def loss(coefficients: np.ndarray) -> float:
         eta = coefficients[0] + coefficients[1] * covariate
@@ -346,6 +383,8 @@ def test_the_answer_of_most_samples_is_right_or_not(answers, rewards, expected):
 def test_an_answer_belongs_to_a_sample():
     with pytest.raises(ValueError, match="longer|shorter"):
         majority([1, 0, 0], ["7", "7"])
+    with pytest.raises(ValueError, match="longer|shorter"):
+        pass_rates([[1, 0], [0, 1]], [["7", "7"]], ["a", "b"])
 
 
 def test_rates_are_means_over_prompts_with_their_intervals():
@@ -360,9 +399,11 @@ def test_rates_are_means_over_prompts_with_their_intervals():
     assert {own.count for own in found.values()} == {3}  # the check does not apply to the last
     assert list(pass_rates(rewards, None, prompts)) == ["pass@1", "pass@2", "pass@3"]
     assert list(pass_rates([[1], [0]], [["1"], ["2"]], ["a", "b"])) == ["pass@1"]
-    assert {name: own.mean for name, own in pass_rates([[1, 0]], None, ["a"]).items()} == {
+    of_one = pass_rates([[1, 0]], [["7", "3"]], ["a"])
+    assert {name: own.mean for name, own in of_one.items()} == {
         "pass@1": 0.5,
         "pass@2": 1.0,
+        "maj@2": 0.5,
     }
 
 
