@@ -6,6 +6,7 @@ and maj@k are what enumeration of all draws of k samples, and votes counted by h
 `common.evaluation.win_rates`, `common.evaluation.pass_rates` and `common.evaluation.intervals`.
 """
 
+from dataclasses import asdict
 from itertools import combinations
 from typing import Any
 
@@ -271,6 +272,18 @@ def test_verdicts_that_the_length_decides_have_a_maximum():
             assert slopes(covariate, wins, row, fitted) < 1e-7
             at_limit += abs(fitted[0]) == MAX_INTERCEPT
     assert at_limit > 20
+
+
+def test_the_numbers_of_an_evaluation_are_those_of_every_version():
+    """Resamples, seed, penalty and limit decide the digits of what has been published."""
+    assert mean_interval([n**2 for n in range(6)]) == pytest.approx((55 / 6, 2.6625, 50 / 3))
+    differences = [7 * n % 41 - 18 for n in range(60)]
+    verdicts = [float(n * n % 5 in (0, 1) or differences[n] > 9) for n in range(60)]
+    found = asdict(length_controlled(verdicts, differences, range(60)))
+    expected = [0.7366986737833547, 0.6076903418502052, 0.8637122721213818, 1.343408367502392]
+    assert [*found.values()] == pytest.approx(expected, rel=1e-7)
+    one_win = length_controlled([1.0, *[0.0] * 19], differences[:20], range(20))
+    assert one_win.low == pytest.approx(expit(-20.0))  # of resamples without it
 
 
 def test_every_start_leads_to_the_maximum():
