@@ -4,11 +4,11 @@
 # make check   lint, types, and what tests take a minute: after every change
 # make test    lint, types, every test
 # make tolerances   every test with each set of CPU instructions: comparisons near their tolerance
-# make mutants MODULES="losses noise"   how many small changes of these modules their tests notice
+# make mutants MODULES="losses noise"   how many small changes of modules or rooms are noticed
 # make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
 # make test-slurm   jobs on a real Slurm of this machine: 5 minutes, as root, Debian's slurm-wlm
 # make bench   speed and memory of every stage against TRL, in turns (tiny: minutes)
-# make bench-sampler   our sampler against vLLM's engine for CPUs, in turns (that of `make test-vllm`)
+# make bench-sampler   our sampler against vLLM's engine for CPUs, in turns
 # make quality   the demo's chain by TRL and by the scripts: minutes, and how good (2 GB; 1 hour)
 # make conformance   every objective against TRL, verl, OpenRLHF and torchrl, on golden cases (2 GB)
 # make models   which models are right: every decoder of transformers; MODELS="qwen3 opt" some

@@ -77,8 +77,8 @@ SLOW = (
 
 # The same cases in every run: a failure that is found is found by everybody.
 settings.register_profile("fixed", derandomize=True, deadline=None)
-# A failure is found, and no smaller one is looked for: by `tests.mutants`.
-settings.register_profile("found", settings.get_profile("fixed"), phases=list(Phase)[:3])
+# Used by `tests.mutants`: stop at the first failure, without shrinking it.
+settings.register_profile("no_shrinking", settings.get_profile("fixed"), phases=list(Phase)[:3])
 settings.load_profile("fixed")
 
 

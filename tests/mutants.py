@@ -1,6 +1,6 @@
 """How many small changes of a module do its tests notice?
 
-    make mutants MODULES="losses grpo"              # 60 places of a module, of a room, drawn
+    make mutants MODULES="losses grpo"              # 60 places of each module or room, drawn
     make mutants MODULES=losses FLAGS="--places 0"  # every place
     python -m tests.mutants --seed 7 model.optim    # other ones
 
@@ -33,6 +33,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ LEAST = 0.97  # of the mutants that change something
 SHARED = ("torch", "numpy", "scipy.stats", "transformers", "datasets", "hypothesis")
 SPARE_SECONDS = 20  # of a test with a change, over five times what it takes without
 SURVIVED, EQUAL = "survived", "equivalent"
+NOT_PREPARED = 99  # exit status of a fork
 TERMINAL = os.dup(1)  # forks print elsewhere
 TIERS = ("own", "room", "golden")
 NOTES = ROOT / "output" / "mutants.json"  # what tests reach, by file
@@ -88,8 +90,8 @@ PAIRS = (
     *(("minimum", "maximum"), ("min", "max"), ("amin", "amax"), ("argmin", "argmax")),
     *(("mean", "sum"), ("any", "all"), ("floor", "ceil"), ("clamp_min", "clamp_max")),
 )
-EXCHANGED = {name: other for pair in PAIRS for name, other in (pair, pair[::-1])}
-EXCHANGED |= {"exp": "expm1", "log": "log1p", "zeros": "ones", "zeros_like": "ones_like"}
+OPPOSITES = {name: other for pair in PAIRS for name, other in (pair, pair[::-1])}
+OPPOSITES |= {"exp": "expm1", "log": "log1p", "zeros": "ones", "zeros_like": "ones_like"}
 LEFT_OUT = {"abs", "clamp", "clone", "contiguous", "detach", "double", "exp", "flip", "float"}
 LEFT_OUT |= {"log", "relu"}
 
@@ -135,14 +137,14 @@ def mutants(module: str) -> list[Mutant]:
         for changed in changes(node):
             after = ast.unparse(changed)
             mutant = Mutant(module, function, ast.unparse(node), after, line=node.lineno)
-            text = ast.unparse(ast.fix_missing_locations(Exchange(node, changed).visit(tree)))
-            Exchange(changed, node).visit(tree)
+            text = ast.unparse(ast.fix_missing_locations(ReplaceNode(node, changed).visit(tree)))
+            ReplaceNode(changed, node).visit(tree)
             found.append(replace(mutant, nth=seen[mutant.key], text=text))
             seen[mutant.key] += 1
     return sorted(found, key=lambda mutant: mutant.line)
 
 
-class Exchange(ast.NodeTransformer):
+class ReplaceNode(ast.NodeTransformer):
     """Puts one node in the place of another."""
 
     def __init__(self, old: ast.AST, new: ast.AST) -> None:
@@ -197,11 +199,11 @@ def changes(node: ast.expr | ast.stmt) -> Iterator[ast.expr | ast.stmt]:
 def calls(node: ast.Call) -> Iterator[ast.expr]:
     """A call of the opposite function, or without it: `x.exp()` as `x`."""
     match node.func:
-        case ast.Name(id=name) if name in EXCHANGED:
-            yield like(node, func=like(node.func, id=EXCHANGED[name]))
+        case ast.Name(id=name) if name in OPPOSITES:
+            yield like(node, func=like(node.func, id=OPPOSITES[name]))
         case ast.Attribute(value=value, attr=name):
-            if name in EXCHANGED:
-                yield like(node, func=like(node.func, attr=EXCHANGED[name]))
+            if name in OPPOSITES:
+                yield like(node, func=like(node.func, attr=OPPOSITES[name]))
             is_torch = isinstance(value, ast.Name) and value.id == "torch"
             if name in LEFT_OUT and (node.args or not is_torch):
                 yield node.args[0] if is_torch else value
@@ -231,7 +233,7 @@ def path_of(module: str) -> str:
 
 
 class Test(NamedTuple):
-    """A test of the module without a change."""
+    """Seconds and reached lines of a test in the unchanged project."""
 
     seconds: float
     reaches: dict[str, list[int]]  # lines by module's path
@@ -244,15 +246,17 @@ class Recorder:
     def __init__(self) -> None:
         self.reached, self.places = watch(sorted(Path("common").rglob("*.py")), Path.cwd())
         self.of_fixtures: dict[pytest.FixtureDef[Any], set[int]] = {}
+        self.fixture_seconds: Counter[pytest.FixtureDef[Any]] = Counter()
         self.noted: dict[str, tuple[float, dict[str, list[int]]]] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
-        """A fixture counts for all tests that use it."""
-        before = self.reached.take()
+        """A fixture's lines and seconds count for all tests that use it."""
+        before, start = self.reached.take(), time.monotonic()
         try:
             return (yield)
         finally:
+            self.fixture_seconds[fixturedef] += time.monotonic() - start
             self.of_fixtures.setdefault(fixturedef, set()).update(self.reached.take())
             for place in before:
                 self.reached.hits[place] = 1
@@ -265,13 +269,15 @@ class Recorder:
         try:
             return (yield)
         finally:
-            found = self.reached.take()
+            places, seconds = self.reached.take(), time.monotonic() - start
             for definitions in item._fixtureinfo.name2fixturedefs.values():
-                found = found.union(*(self.of_fixtures.get(one, set()) for one in definitions))
+                for one in definitions:  # this test may be the one that sets it up
+                    places |= self.of_fixtures.get(one, set())
+                    seconds += self.fixture_seconds[one]
             lines: dict[str, list[int]] = {}
-            for path, line in (self.places[i] for i in sorted(found)):
+            for path, line in (self.places[i] for i in sorted(places)):
                 lines.setdefault(path, []).append(line)
-            self.noted[item.nodeid] = (time.monotonic() - start, lines)
+            self.noted[item.nodeid] = (seconds, lines)
 
     def pytest_sessionfinish(self) -> None:
         NOTED.write_text(json.dumps(self.noted))
@@ -305,7 +311,7 @@ class Session:
     """Pytest's plugin that has collected the tests and runs them on forks."""
 
     def __init__(self, mutants: list[Mutant], tests: dict[str, Test]) -> None:
-        """See `tried`; the mutants are inside functions."""
+        """Mutants inside functions, and the tests that may notice them."""
         self.mutants, self.tests = mutants, tests
 
     @pytest.hookimpl(tryfirst=True)
@@ -317,14 +323,25 @@ class Session:
             with written(mutant):
                 pid = fork()
                 if not pid:
-                    exchange(mutant)
-                    chosen.pytest_collection_modifyitems(session.items)
-                    session.config.pluginmanager.register(chosen)
+                    self.prepare(session, mutant, chosen)
                     return None
-                outcomes.append(TIERS[chosen.tier[0]] if ending(pid) else SURVIVED)
-                say(mutant, outcomes[-1])
+                status = ending(pid)
+            if os.waitstatus_to_exitcode(status) == NOT_PREPARED:
+                return True
+            outcomes.append(TIERS[chosen.tier[0]] if status else SURVIVED)
+            say(mutant, outcomes[-1])
         OUTCOMES.write_text(json.dumps(outcomes))
         return True
+
+    def prepare(self, session: pytest.Session, mutant: Mutant, chosen: Chosen) -> None:
+        """Make this fork that of a mutant; what fails here has nothing to do with the tests."""
+        try:
+            replace_code(mutant)
+            chosen.pytest_collection_modifyitems(session.items)
+            session.config.pluginmanager.register(chosen)
+        except Exception:
+            traceback.print_exc()
+            leave(NOT_PREPARED)
 
 
 @functools.cache
@@ -355,6 +372,7 @@ def note_tests(files: Collection[str], pool: Any) -> None:
     """Have `NOTES` say what the tests of files reach, of this state of the project."""
     noted = json.loads(NOTES.read_text()) if NOTES.exists() else {}
     patterns = ("*.py", "common/**/*.py", "tests/*.py", "tests/support/*.py")
+    patterns += ("experiments/**/*.py", "assets/recipes/**/*.*")
     shared = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
     shared = [path for path in shared if not path.name.startswith("test_")]
     hashed = hashlib.sha256(b"".join(path.read_bytes() for path in shared))
@@ -395,15 +413,16 @@ def file_of(test: str) -> str:
 def reaching(mutant: Mutant, tests: dict[str, Test]) -> dict[str, Test]:
     """The tests that may notice a mutant, those that are near first, with their tiers.
 
-    A mutant outside of functions may be noticed by all that reach the module.
+    A mutant outside of functions may be noticed by every near one: its lines run at import.
     """
     path, nearness = path_of(mutant.module), near_files(mutant.module)
-    start, end = statement(mutant) if outermost(mutant) else (0, sys.maxsize)
+    start, end = statement(mutant)
+    is_inside = bool(outermost(mutant))
     near = {
         name: test._replace(tier=nearness[file_of(name)])
         for name, test in tests.items()
         if file_of(name) in nearness
-        and any(start <= line <= end for line in test.reaches.get(path, []))
+        and (not is_inside or any(start <= line <= end for line in test.reaches.get(path, [])))
     }
     return {name: near[name] for name in sorted(near, key=lambda name: near[name].tier)}
 
@@ -437,13 +456,26 @@ def outermost(mutant: Mutant) -> str:
     return ""
 
 
-def exchange(mutant: Mutant) -> None:
-    """Give the imported functions the mutant's code."""
-    name, path = outermost(mutant), str(Path(path_of(mutant.module)).resolve())
-    codes = [compile(mutant.text, path, "exec")]
+def is_replaceable(mutant: Mutant) -> bool:
+    """Whether the code of an imported function can become that of the mutant."""
+    name = outermost(mutant)
+    sources = ((ROOT / path_of(mutant.module)).read_text(), mutant.text)
+    old, new = (codes_of(source, path_of(mutant.module), name) for source in sources)
+    return len(old) == len(new) == 1 and old[0].co_freevars == new[0].co_freevars
+
+
+def codes_of(source: str, path: str, name: str) -> list[CodeType]:
+    """Code of the functions with a qualified name, one if no other has it."""
+    codes = [compile(source, path, "exec")]
     for code in codes:  # which grows
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    (new,) = [code for code in codes if code.co_qualname == name]
+    return [code for code in codes if name and code.co_qualname == name]
+
+
+def replace_code(mutant: Mutant) -> None:
+    """Give the imported functions the mutant's code."""
+    name, path = outermost(mutant), str(Path(path_of(mutant.module)).resolve())
+    (new,) = codes_of(mutant.text, path, name)
     for function in gc.get_objects():
         if type(function) is FunctionType:  # a lazy object may warn of `isinstance`
             code = function.__code__
@@ -454,13 +486,14 @@ def exchange(mutant: Mutant) -> None:
 @contextlib.contextmanager
 def written(mutant: Mutant) -> Iterator[None]:
     """The mutant in its file, for processes that are started."""
-    file = Path(path_of(mutant.module))
+    file, writer = Path(path_of(mutant.module)), os.getpid()
     source = file.read_text()
     file.write_text(mutant.text)
     try:
         yield
     finally:
-        file.write_text(source)
+        if os.getpid() == writer:  # a fork leaves this block before its tests run
+            file.write_text(source)
 
 
 def fork() -> int:
@@ -487,13 +520,13 @@ def run_pytest(files: Sequence[str], plugin: Callable[[], object]) -> int:
         for descriptor, new in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
             os.dup2(new, descriptor)
         arguments = [*files, "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        arguments.append("--hypothesis-profile=found")
+        arguments.append("--hypothesis-profile=no_shrinking")
         leave(pytest.main(arguments, plugins=[plugin()]))
     return ending(pid)
 
 
 def leave(status: int) -> NoReturn:
-    """End a fork; the servers that it has started see that nobody asks."""
+    """End a fork; its servers end when their pipe closes."""
     sys.stdout.flush()
     os._exit(status)
 
@@ -509,16 +542,21 @@ def in_copy() -> None:
 
 
 def tried(drawn: list[Mutant]) -> list[Mutant]:
-    """The mutants with their outcomes."""
+    """The mutants with their outcomes.
+
+    Raises:
+        RuntimeError: mutants or tests could not be prepared.
+    """
+    if not drawn:
+        return []
     tests = read_tests({file for mutant in drawn for file in near_files(mutant.module)})
     OUTCOMES.unlink(missing_ok=True)
-    inside = [mutant for mutant in drawn if outermost(mutant)]
+    inside, outcomes = [mutant for mutant in drawn if is_replaceable(mutant)], {}
     if inside:
-        files = sorted({file_of(name) for name in tests})
-        run_pytest(files, lambda: Session(inside, tests))
+        run_pytest(sorted({*map(file_of, tests)}), lambda: Session(inside, tests))
+        if not OUTCOMES.exists():
+            raise RuntimeError(f"mutants could not be tried:\n{LOG.read_text()[-3000:]}")
         outcomes = dict(zip(inside, json.loads(OUTCOMES.read_text()), strict=True))
-    else:
-        outcomes = {}
     for mutant in drawn:
         if mutant not in outcomes:
             chosen = Chosen(reaching(mutant, tests))
@@ -563,7 +601,8 @@ def main() -> None:
         parser.error(f"no module {', '.join(unknown)} in common/")
     for name in SHARED:
         importlib.import_module(name)  # once, for all forks; they may not find a pool of threads
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a file may change twice within its time's digits
+    sys.dont_write_bytecode = True  # a file may change twice within its time's digits
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # and in processes that are started
     shutil.rmtree(COPIES, ignore_errors=True)
     drawn, known = {}, equivalent()
     for name in arguments.modules:

@@ -99,7 +99,7 @@ def test_batch_holds_each_prompt_next_to_its_completions(groups: list, pad_id: i
 
 def test_tensors_of_several_dtypes_and_shapes_are_moved_in_one_copy():
     tensors = {
-        "flags": torch.tensor([True, False, True]),  # 3 bytes, behind which 5 are left
+        "flags": torch.tensor([True, False, True]),  # with `more flags` 5 bytes, padded to 8
         "ids": torch.arange(6).view(2, 3),
         "logps": torch.randn(2, 2, 1, generator=torch.Generator().manual_seed(0)),
         "more flags": torch.tensor([[True], [False]]),

@@ -149,10 +149,10 @@ def fit_logistic(
     section 2.5), on the log-likelihood less PENALTY / 2 times the slope squared; all R at once,
     where a call of a library's minimiser for each resample takes seconds. A step is shortened until
     no linear predictor moves by more than 1/2: up to there the second derivative grows by less than
-    a factor e^(1/2) (Bach 2010, lemma 1), so that every step climbs. The covariate (N,) is within
-    [-1, 1]; the first guess, `start`, is (1, 2) or (R, 2). Of the result (R, 2) the intercepts are
-    within +-MAX_INTERCEPT: one that would go on is held there, while the slope finds its maximum. A
-    RuntimeError if no maximum is found.
+    a factor e^(1/2) (Bach 2010, lemma 1), so that every step climbs that the limit does not cut.
+    The covariate (N,) is within [-1, 1]; the first guess, `start`, is (1, 2) or (R, 2). Of the
+    result (R, 2) the intercepts are within +-MAX_INTERCEPT: one that would go on is held there,
+    while the slope finds its maximum. A RuntimeError if no maximum is found.
     """
     from scipy.special import expit
 
@@ -167,11 +167,12 @@ def fit_logistic(
         curvature = weights * np.maximum(chances * (1 - chances), 1e-12)  # (R, N)
         hessian = np.tensordot(curvature, products, 1) + np.diag(penalty)  # (R, 2, 2)
         step = np.linalg.solve(hessian, gradient[:, :, None])[:, :, 0]
+        # At the limit and outward: the slope's own step is taken alone.
         is_held = (np.abs(fitted) >= limit) & (step * fitted > 0)  # (R, 2)
         if is_held.any():
             gradient = np.where(is_held, 0.0, gradient)
-            alone = is_held[:, :, None] | is_held[:, None, :]
-            hessian = np.where(alone, np.eye(2), hessian)
+            is_uncoupled = is_held[:, :, None] | is_held[:, None, :]
+            hessian = np.where(is_uncoupled, np.eye(2), hessian)
             step = np.linalg.solve(hessian, gradient[:, :, None])[:, :, 0]
         reach = np.abs(step).sum(1, keepdims=True)  # at least what a linear predictor moves by
         shorter = step * np.minimum(1.0, 0.5 / np.maximum(reach, 1e-300))

@@ -49,7 +49,7 @@ def test_preference_accuracy_counts_a_tie_as_one_half() -> None:
     assert result.accuracy == pytest.approx(3 / 5)
     assert (result.num_pairs, result.num_ties) == (5, 2)
     assert (result.low, result.high) == wilson_interval(3, 5)
-    assert (result.num_prompts, result.over_prompts.low) == (0, None)  # nothing was said of them
+    assert (result.num_prompts, result.over_prompts.low) == (0, None)  # no prompts were passed
     assert Interval(0.5, 0.4, 0.6).count == 0
 
 

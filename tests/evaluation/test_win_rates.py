@@ -251,8 +251,8 @@ def test_every_weighting_is_fitted_as_alone():
     assert again == pytest.approx(fitted, abs=1e-7)
 
 
-def slopes(covariate: Any, wins: Any, weights: Any, fitted: Any) -> float:
-    """How far a fit is from its maximum: the gradients per weight, those at the limit aside."""
+def largest_gradient(covariate: Any, wins: Any, weights: Any, fitted: Any) -> float:
+    """How far a fit is from its maximum: the larger gradient per weight, one at the limit aside."""
     residuals = weights * (wins - expit(fitted[0] + fitted[1] * covariate))
     by_intercept, by_slope = residuals.sum(), residuals @ covariate - PENALTY * fitted[1]
     if abs(fitted[0]) == MAX_INTERCEPT:  # beyond which it would go on
@@ -269,7 +269,7 @@ def test_verdicts_that_the_length_decides_have_a_maximum():
         wins = (covariate > generator.normal() / 2).astype(float)
         weights = generator.multinomial(1000, np.full(1000, 1e-3), size=4)
         for row, fitted in zip(weights, fit_logistic(covariate, wins, weights), strict=True):
-            assert slopes(covariate, wins, row, fitted) < 1e-7
+            assert largest_gradient(covariate, wins, row, fitted) < 1e-7
             at_limit += abs(fitted[0]) == MAX_INTERCEPT
     assert at_limit > 20
 
@@ -295,7 +295,7 @@ def test_every_start_leads_to_the_maximum():
         weights = 100.0 * generator.integers(0, 4, (1, size)) + 1
         start = generator.uniform(-10, 10, (1, 2))
         (fitted,) = fit_logistic(covariate, wins, weights, start)
-        assert slopes(covariate, wins, weights[0], fitted) < 1e-7
+        assert largest_gradient(covariate, wins, weights[0], fitted) < 1e-7
 
 
 def penalised(covariate: np.ndarray, wins: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ Those that change nothing are still there. About `tests/mutants.py` and `tests/s
 import ast
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,7 +119,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_call_a_fork_and_a_process_reach_is_noted(toy: Path) -> None:
     packages = f"{toy}:{Path(__file__).parents[2]}"
     result = subprocess.run(
-        [sys.executable, "-c", RUN.replace("Path.cwd())", f'Path("{toy}"))')],
+        [sys.executable, "-c", RUN],
         env={"PYTHONPATH": packages},
         capture_output=True,
         text=True,
@@ -140,8 +141,19 @@ def test_a_function_gets_the_code_of_its_mutant(toy: Path) -> None:
     for mutant in mutants.mutants("toy"):
         if mutant.function == "Counter.above" and mutant.after == "value >= LIMIT":
             assert mutants.outermost(mutant) == "Counter.above"
-            mutants.exchange(mutant)
+            mutants.replace_code(mutant)
     assert above([3, 4]) == 2
+
+
+def test_a_fork_meets_the_mutant_in_the_file(toy: Path) -> None:
+    mutant = next(one for one in mutants.mutants("toy") if one.after == "value / times")
+    with mutants.written(mutant):
+        pid = os.fork()
+        status = os.waitpid(pid, 0)[1] if pid else 0
+    if not pid:  # behind the block, where its tests run
+        os._exit(Path("toy.py").read_text() != mutant.text)
+    assert status == 0
+    assert Path("toy.py").read_text() == TOY
 
 
 def test_the_tests_of_a_place_are_those_that_reach_its_statement(
@@ -160,7 +172,7 @@ def test_the_tests_of_a_place_are_those_that_reach_its_statement(
     multiplies = ["tests/test_own.py::multiplies", "tests/test_room.py::multiplies"]
     assert reach["value / times"] == multiplies
     assert reach["value >= LIMIT"] == ["tests/test_room.py::counts"]
-    assert {*reach["4"]} == {*multiplies, "tests/test_room.py::counts"}  # outside of functions
+    assert {*reach["4"]} == {*tests} - {"tests/test_far.py::far"}  # outside of functions
     assert reach["1"] == []
 
 

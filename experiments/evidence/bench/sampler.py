@@ -3,12 +3,12 @@
     make bench-sampler                                  # in the environment of `make test-vllm`
     python -m experiments.evidence.bench.sampler --rounds 5
 
-Both draw completions of 32 tokens of prompts of 128 from one random Llama of SmolLM2-135M's shape,
-with the log-probability of every token, as training needs them. Ours copies the policy's weights
-first, as before every rollout; vLLM has them. vLLM runs eagerly and compiled; a row compares with
-the faster one. Every side is a process that waits while another works; the first call is warm-up.
-A row's figure is the median of its rounds, with other prompts in each. Writes `results.json` and
-`table.md` to `output/bench/sampler`.
+Both draw completions of 32 tokens for prompts of 128 tokens from one random Llama of
+SmolLM2-135M's shape, with the log-probability of every token, as training needs them. Ours copies
+the policy's weights first, as before every rollout; vLLM has them. vLLM runs eagerly and compiled;
+a row compares with the faster one. Every side is a process that waits while another works; the
+first call is warm-up. A row's figure is the median of its rounds, with other prompts in each, its
+ratio's range that of the rounds. Writes `results.json` and `table.md` to `output/bench/sampler`.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,8 +28,14 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from common import distributed
+from common.config.stages import SFTConfig
+from common.forward import Policy
+from common.model import fsdp, load
 from common.record.run_folder import cpu_model
 from common.report import markdown
+from common.sampling.sampler import Sampler
+from common.text.example import Example
 from experiments.evidence.bench.fixture import EOS_ID, PAD_ID, make_tokenizer
 from experiments.evidence.bench.processes import REPOSITORY
 from experiments.evidence.bench.rows import Shape
@@ -65,16 +72,7 @@ def build(folder: Path) -> None:
 
 
 def ours(folder: Path, dtype: str) -> Draw:
-    """The sampler of GRPO."""
-    from dataclasses import replace
-
-    from common import distributed
-    from common.config.stages import SFTConfig
-    from common.forward import Policy
-    from common.model import fsdp, load
-    from common.sampling.sampler import Sampler
-    from common.text.example import Example
-
+    """Load the policy and GRPO's sampler; returns a function that draws."""
     distributed.start()
     config = SFTConfig(
         output_dir=str(FOLDER / "unused"),
@@ -98,7 +96,7 @@ def ours(folder: Path, dtype: str) -> Draw:
 
 
 def engine(folder: Path, dtype: str, *, is_compiled: bool) -> Draw:
-    """VLLM in this process."""
+    """Start vLLM's engine in this process; returns a function that draws."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
