@@ -101,7 +101,9 @@ replicate: setup
 sweep: setup
 	$(RUN) $(BIN)/python -m experiments.runs.sweep --config $(SWEEP) $(FLAGS)
 
-results: setup $(if $(filter conformance,$(or $(PARTS),conformance)),$(CONFORMANCE_VENV)/.installed)
+results: setup $(if $(filter conformance,$(or $(PARTS),conformance)),$(CONFORMANCE_VENV)/.installed) \
+		$(if $(filter bench-sampler,$(PARTS)),$(VLLM_VENV)/.installed) \
+		$(if $(filter bench-quality,$(PARTS)),$(BENCH_VENV)/.installed)
 	exec $(BIN)/python -m experiments.evidence.make $(PARTS)
 
 bench: $(BENCH_VENV)/.installed

@@ -66,7 +66,10 @@ def make(recording: Recording, commit: str, tree: Path) -> bool:
     if recorded and studies.is_current(recording, recorded, commit):
         print(f"{name}: recorded on {recorded.git_commit[:10]}", flush=True)
         return True
-    if lacking := [path for path in recording.needs if not (tree / path).exists()]:
+    lacking = [path for path in recording.needs if not (tree / path).exists()]
+    if not (studies.ROOT / recording.python).exists():  # its environment is made by another target
+        lacking.append(recording.python)
+    if lacking:
         print(f"{name}: left out, since {' and '.join(lacking)} is not there", flush=True)
         return True
     trajectories = current.trajectories(recording.stages, studies.ROOT)

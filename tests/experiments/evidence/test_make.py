@@ -189,6 +189,14 @@ def test_a_part_that_lacks_an_input_is_left_out(tree: Path, capsys: pytest.Captu
     assert studies.read_record("one") is None
 
 
+def test_a_part_whose_environment_is_not_made_is_left_out(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+):
+    describe(tree, python=".venv-other/bin/python")
+    assert make.main([]) == 0
+    assert "left out, since .venv-other/bin/python is not there" in capsys.readouterr().out
+
+
 def test_the_code_of_a_record_imports_no_other_test():
     paths = {path for recording in PARTS.values() for path in recording.code}
     assert paths
