@@ -36,6 +36,13 @@ def test_no_interval_leaves_out_what_it_is_of() -> None:
         assert low <= mean <= high
 
 
+def test_of_nothing_there_are_no_statistics() -> None:
+    with pytest.raises(AssertionError, match="statistics of nothing"):
+        mean_interval([])
+    with pytest.raises(AssertionError, match="an interval needs trials"):
+        wilson_interval(0, 0)
+
+
 def test_scores_may_come_with_a_graph_and_in_bfloat16() -> None:
     values = torch.tensor([1.0, 2.5, 4.0])
     with_graph = values.bfloat16().requires_grad_()
