@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.forward import Policy, RewardModel
+from common.forward import Policy, ReferenceStates, RewardModel
 from common.model import fsdp
+from common.model.projection import Head
 from common.model.rollout_copy import RolloutCopy
 from common.padding import PaddedBatch, padded_batch
 
@@ -118,6 +119,24 @@ def test_entropy_and_total_probability_by_enumeration(temperature):
     torch.testing.assert_close(
         scores.entropy[0, 0].double().cpu(), -(first * first.log()).sum(), rtol=0, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_kl_to_a_reference_is_the_enumerated_one(lm, bias):
+    reference = tiny.causal_lm("llama", seed=3)
+    if bias:
+        head = reference.get_output_embeddings()
+        head.bias = torch.nn.Parameter(torch.linspace(-1, 1, head.out_features))
+    batch = usual_batch(PROMPTS, COMPLETIONS)
+    with torch.no_grad():
+        hidden = Policy(reference)(batch, with_hidden=True).hidden
+        states = ReferenceStates(hidden, Head.of(reference))
+        kl = Policy(lm)(batch, temperature=0.7, reference=states).kl
+        rows = zip(PROMPTS, COMPLETIONS, strict=True)
+        expected = [tiny.enumerated_kl(lm, reference, *row, 0.7) for row in rows]
+    assert (kl[~batch.completion_mask] == 0).all()
+    assert_rows_close(kl, batch, expected, 1e-4)
+    assert min(float(row.max()) for row in expected) > 0.1
 
 
 def test_entropy_is_masked_and_carries_its_gradient(lm):

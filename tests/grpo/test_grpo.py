@@ -1,7 +1,7 @@
 """Claim: GRPO's variants are what their papers say, in the run as in the formula.
 
 Every variant trains without a warning on two ranks as it does on one, and differs from the others.
-`test_one_file.py` has the loop. About `train_grpo`, `common.grpo` and `common.forward`.
+`test_one_file.py` has the loop. About `train_grpo` and `common.grpo`.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Claim: computing a prompt once for all its completions changes no number, and no gradient.
 
 Targets: transformers' own models with eager attention on one padded row per completion, and, for a
-single attention call, a dense mask written token by token. About `common.forward`,
-`common.model.shared_attention` and `common.model.shared_prefix`.
+single attention call, a dense mask written token by token. About `common.model.shared_attention`
+and `common.model.shared_prefix`.
 """
 
 import copy
