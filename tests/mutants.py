@@ -467,9 +467,10 @@ def is_replaceable(mutant: Mutant) -> bool:
 def codes_of(source: str, path: str, name: str) -> list[CodeType]:
     """Code of the functions with a qualified name, one if no other has it."""
     codes = [compile(source, path, "exec")]
-    for code in codes:  # which grows
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return [code for code in codes if name and code.co_qualname == name]
+    for part in name.split("."):
+        inside = [constant for code in codes for constant in code.co_consts]
+        codes = [one for one in inside if isinstance(one, CodeType) and one.co_name == part]
+    return codes
 
 
 def replace_code(mutant: Mutant) -> None:
@@ -479,7 +480,8 @@ def replace_code(mutant: Mutant) -> None:
     for function in gc.get_objects():
         if type(function) is FunctionType:  # a lazy object may warn of `isinstance`
             code = function.__code__
-            if (code.co_qualname, code.co_filename) == (name, path):
+            places = function.__qualname__, code.co_name, code.co_filename  # not of a wrapper
+            if places == (name, new.co_name, path):
                 function.__code__ = new
 
 

@@ -16,13 +16,12 @@ differ in loss or gradient norm; those of GRPO do, since each side samples.
 import argparse
 import json
 import os
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common.record import run_folder
 from common.record.jsonl import write_atomically
-from common.record.run_folder import cpu_model
 from common.report import markdown
 from experiments.evidence.bench import flops, processes, sides
 from experiments.evidence.bench.rows import REACH_MEMORY, ROWS, SHAPES, BenchRow, num_steps
@@ -107,10 +106,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Result:
 def machine(threads: int) -> Result:
     """Processor, threads and versions."""
     return {
-        "cpu": cpu_model(),
+        "cpu": run_folder.cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "trl")},
+        "versions": run_folder.versions(("torch", "transformers", "trl")),
     }
 
 

@@ -16,6 +16,22 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 ERROR_LINES = 30
 
 
+def variables(threads: int) -> dict[str, str]:
+    """Of the environment of a process that is measured: threads of all libraries, CPU, no network.
+
+    Args:
+        threads: Of every library that multiplies matrices.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "disabled",
+    }
+
+
 def run(
     arguments: Sequence[str],
     log: Path,
@@ -34,15 +50,7 @@ def run(
     Raises:
         RuntimeError: it failed; with the end of its log.
     """
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "WANDB_MODE": "disabled",
-        **(more_environment or {}),
-    }
+    environment = os.environ | variables(threads) | dict(more_environment or {})
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:

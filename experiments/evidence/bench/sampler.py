@@ -19,7 +19,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -32,12 +31,12 @@ from common import distributed
 from common.config.stages import SFTConfig
 from common.forward import Policy
 from common.model import fsdp, load
-from common.record.run_folder import cpu_model
+from common.record.run_folder import cpu_model, versions
 from common.report import markdown
 from common.sampling.sampler import Sampler
 from common.text.example import Example
 from experiments.evidence.bench.fixture import EOS_ID, PAD_ID, make_tokenizer
-from experiments.evidence.bench.processes import REPOSITORY
+from experiments.evidence.bench.processes import REPOSITORY, variables
 from experiments.evidence.bench.rows import Shape
 
 FOLDER = REPOSITORY / "output" / "bench" / "sampler"
@@ -137,11 +136,10 @@ def serve(pipe: Connection, side: str, dtype: str, folder: Path) -> None:
 
 def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
     """Tokens per second of every side and row, by round."""
-    environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    os.environ.update(environment)
+    of_vllm = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    of_vllm |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    of_vllm |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ.update(variables(threads=1) | of_vllm)
     context = multiprocessing.get_context("spawn")
     pipes: dict[tuple[str, str], Any] = {}
     for dtype in DTYPES:
@@ -196,10 +194,10 @@ def render(results: dict[str, Any]) -> str:
         ratio = f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})"
         lines.append([line["row"], line["dtype"], *speeds, ratio, f"{AIM}"])
     here = results["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    packages = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
     note = (
         f"A random Llama of SmolLM2-135M's shape, prompts of {PROMPT_LENGTH} tokens, completions "
-        f"of {COMPLETION_LENGTH}. {here['cpu']}, {here['cores']} cores, one thread, {versions}."
+        f"of {COMPLETION_LENGTH}. {here['cpu']}, {here['cores']} cores, one thread, {packages}."
     )
     table = markdown.table([*heads, "ratio to the faster (rounds)", "our aim"], lines)
     return f"{table}\n\n{note}"
@@ -219,7 +217,7 @@ def main() -> None:
         "machine": {
             "cpu": cpu_model(),
             "cores": os.cpu_count(),
-            "versions": {name: metadata.version(name) for name in names},
+            "versions": versions(names),
         },
     }
     (FOLDER / "results.json").write_text(json.dumps(results, indent=1) + "\n")
