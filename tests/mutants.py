@@ -36,6 +36,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -368,7 +369,7 @@ def read_tests(files: Collection[str]) -> dict[str, Test]:
     return {name: tests[name] for name in sorted(tests, key=order)}
 
 
-def note_tests(files: Collection[str], pool: Any) -> None:
+def note_tests(files: Collection[str], pool: ProcessPoolExecutor) -> None:
     """Have `NOTES` say what the tests of files reach, of this state of the project."""
     noted = json.loads(NOTES.read_text()) if NOTES.exists() else {}
     patterns = ("*.py", "common/**/*.py", "tests/*.py", "tests/support/*.py")
@@ -384,8 +385,8 @@ def note_tests(files: Collection[str], pool: Any) -> None:
 
     missing = [file for file in files if noted.get(file, [""])[0] != state(file)]
     shares = [share for i in range(NUM_SHARES) if (share := missing[i::NUM_SHARES])]
-    for found in pool.imap_unordered(traced, shares):
-        noted |= {file: [state(file), tests] for file, tests in found.items()}
+    for future in as_completed([pool.submit(traced, share) for share in shares]):
+        noted |= {file: [state(file), tests] for file, tests in future.result().items()}
         NOTES.write_text(json.dumps(noted))
 
 
@@ -533,6 +534,11 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+def workers(number: int) -> ProcessPoolExecutor:
+    """Forks in copies of the project. Tests may start processes there, unlike in a `Pool`'s."""
+    return ProcessPoolExecutor(number, multiprocessing.get_context("fork"), in_copy)
+
+
 def in_copy() -> None:
     """Let this process work in a copy of the project of its own."""
     place = COPIES / str(os.getpid())
@@ -613,7 +619,7 @@ def main() -> None:
         drawn[name] = found[: arguments.places or None]
     left = [mutant for found in drawn.values() for mutant in found if mutant.key not in known]
     shares = [left[i :: arguments.processes] for i in range(arguments.processes)]
-    with multiprocessing.get_context("fork").Pool(arguments.processes, in_copy) as pool:
+    with workers(arguments.processes) as pool:
         note_tests(sorted({file for one in left for file in near_files(one.module)}), pool)
         done = {mutant.key: mutant.outcome for share in pool.map(tried, shares) for mutant in share}
     shutil.rmtree(COPIES)

@@ -9,7 +9,7 @@ end of training is the objective's own. Losses and advantages are those of `comm
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +76,18 @@ def optimum(problem: Problem, beta: float = BETA) -> Tensor:
 # ---- objectives: losses whose gradient is the expected gradient of training ----------------------
 
 
+@cache
+def found(kind: Any, names: str, **settings: Any) -> Any:
+    """An objective by the names of its files; to read them takes longer than a step."""
+    return kind.find(names.split(), **settings)
+
+
+@cache
+def draws(num_completions: int, size: int) -> Tensor:
+    """All ordered draws (Y^size, size) of that many completions, as their places."""
+    return torch.cartesian_prod(*[torch.arange(num_completions)] * size)
+
+
 def grpo(
     problem: Problem,
     logits: Tensor,
@@ -108,10 +120,10 @@ def grpo(
     rewards, mask = problem.rewards, problem.mask
     if kl == "reward":
         rewards = rewards - BETA * kl_estimate(sampled, ref, estimator="k1").sum(dim=1)
-    defaults = Advantages.find([advantages]).settings
+    defaults = found(Advantages, advantages).settings
     of_advantages = {name: settings.pop(name) for name in defaults if name in settings}
     expected = expected_advantages(rewards, probabilities, advantages, **of_advantages)  # (Y,)
-    loss = PolicyObjective.find(objective.split(), **settings)
+    loss = found(PolicyObjective, objective, **settings)
     per_token, _ = loss(token_logps, token_logps, sampled, expected, mask)
     if kl != "reward":
         per_token = per_token + BETA * kl_in_loss(problem, logits, kl)
@@ -141,8 +153,8 @@ def expected_advantages(
     The name is that of a file of `common/objectives/advantages`. GDPO's two rewards are 0.5 where
     the reward is above 0.5, and the remainder.
     """
-    function = Advantages.find([name], **settings)
-    groups = torch.cartesian_prod(*[torch.arange(len(rewards))] * NUM_GENERATIONS)  # (Y^G, G)
+    function = found(Advantages, name, **settings)
+    groups = draws(len(rewards), NUM_GENERATIONS)  # (Y^G, G)
     is_high = 0.5 * (rewards > 0.5)
     is_split = function.takes_each_function
     by_function = torch.stack([is_high, rewards - is_high] if is_split else [rewards])  # (F, Y)
@@ -177,11 +189,11 @@ def preference(
     """
     logps, ref = problem.logps(logits), problem.logps(problem.ref_logits)
     sampler = (logps if on_policy else ref).detach().exp()  # (Y,)
-    pairs = torch.cartesian_prod(*[torch.arange(len(logps))] * 2)  # (Y^2, 2)
+    pairs = draws(len(logps), 2)  # (Y^2, 2)
     first, second = pairs.T
     wins = torch.sigmoid(problem.rewards[first] - problem.rewards[second])
     wins = (1 - flipped) * wins + flipped * (1 - wins)
-    preference_loss = PreferenceLoss.find(loss_type.split(), beta=BETA, **settings)
+    preference_loss = found(PreferenceLoss, loss_type, beta=BETA, **settings)
     loss = preference_loss(logps[pairs], ref[pairs], problem.mask.sum(dim=1)[pairs])  # (Y^2,)
     # Every pair stands here in both orders: once with each of its labels.
     return (sampler[first] * sampler[second] * wins * loss).sum()

@@ -6,6 +6,7 @@ Those that change nothing are still there. About `tests/mutants.py` and `tests/s
 import ast
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -154,6 +155,19 @@ def test_a_fork_meets_the_mutant_in_the_file(toy: Path) -> None:
         os._exit(Path("toy.py").read_text() != mutant.text)
     assert status == 0
     assert Path("toy.py").read_text() == TOY
+
+
+def status_of_a_child() -> int | None:
+    child = multiprocessing.get_context("fork").Process(target=os.getpid)
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+def test_tests_may_start_processes_where_mutants_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "in_copy", os.getpid)
+    with mutants.workers(1) as pool:
+        assert pool.submit(status_of_a_child).result() == 0
 
 
 def test_the_tests_of_a_place_are_those_that_reach_its_statement(
