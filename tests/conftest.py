@@ -1,5 +1,6 @@
 """Fixtures that several test files share: a tokenizer and tiny models, made once."""
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Slow files are not even imported; None: as pytest decides."""
     is_slow = collection_path in {TESTS / name for name in SLOW}
     return True if is_slow and config.getoption("--quick") else None
+
+
+def pytest_collection() -> None:
+    """What is imported stays: no collection of garbage looks at it, now or later."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -478,6 +478,7 @@ def replace_code(mutant: Mutant) -> None:
     """Give the imported functions the mutant's code."""
     name, path = outermost(mutant), str(Path(path_of(mutant.module)).resolve())
     (new,) = codes_of(mutant.text, path, name)
+    gc.unfreeze()  # `get_objects` leaves out what the tests' session has frozen
     for function in gc.get_objects():
         if type(function) is FunctionType:  # a lazy object may warn of `isinstance`
             code = function.__code__

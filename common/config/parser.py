@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
-from common import distributed
 from common.config.hints import answer
 from common.config.recipes import read_recipe
 from common.errors import UserError
@@ -166,6 +165,8 @@ def without_replaced(
         values["objective_args"] = [text for text in arguments if text.partition("=")[0] in kept]
         texts += [text for text in arguments if text and text not in values["objective_args"]]
     if texts:
+        from common import distributed
+
         where = f"{given['config']}, whose objective the command line replaces"
         distributed.print_rank0(f"not taken from {where}: {', '.join(texts)}")
     return values

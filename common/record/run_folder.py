@@ -20,7 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from common import distributed
 from common.config.flags import values_of
 from common.errors import UserError
 from common.record.jsonl import read_jsonl, write_atomically
@@ -82,7 +81,7 @@ def save_run_files(
 
 def job_ids() -> dict[str, str]:
     """The ids of the job that this process belongs to, by the variable that has it."""
-    return {name: value for name in JOB_IDS if (value := distributed.environment(name))}
+    return {name: value for name in JOB_IDS if (value := os.environ.get(name))}
 
 
 def inputs_of(config: Any) -> dict[str, str]:

@@ -8,6 +8,7 @@ A row is a function of (kind, split, seed, index): asking for fewer rows gives a
 posts use (who, thing, place) combinations that no training post uses, whatever the seed.
 """
 
+import functools
 import itertools
 import math
 import random
@@ -177,8 +178,21 @@ def train_tokenizer(vocab_size: int = 1024) -> Any:
 
     `<|endoftext|>` is token 0 (eos, bos), `<|pad|>` token 1.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained(vocab_size)),
+        eos_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+    )
+
+
+@functools.cache
+def _trained(vocab_size: int) -> str:
+    """The tokenizer as JSON: to read it takes a two-hundredth of training it again."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     assert vocab_size >= 258, vocab_size  # the 256 bytes and the two special ones
     tokenizer = Tokenizer(models.BPE())
@@ -193,12 +207,7 @@ def train_tokenizer(vocab_size: int = 1024) -> Any:
     posts = (row["prompt"] + row["completion"] for row in make_rows("sft", "train", 4_000))
     pairs = (row["chosen"] + row["rejected"] for row in make_rows("preference", "train", 1_000))
     tokenizer.train_from_iterator(itertools.chain(posts, pairs), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|endoftext|>",
-        bos_token="<|endoftext|>",
-        pad_token="<|pad|>",
-    )
+    return tokenizer.to_str()
 
 
 def _draw_facts(rng: random.Random, split: str) -> Facts:

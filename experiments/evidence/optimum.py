@@ -153,7 +153,7 @@ def expected_advantages(
     The name is that of a file of `common/objectives/advantages`. GDPO's two rewards are 0.5 where
     the reward is above 0.5, and the remainder.
     """
-    function = found(Advantages, name, **settings)
+    function: Advantages = found(Advantages, name, **settings)
     groups = draws(len(rewards), NUM_GENERATIONS)  # (Y^G, G)
     is_high = 0.5 * (rewards > 0.5)
     is_split = function.takes_each_function
@@ -193,7 +193,7 @@ def preference(
     first, second = pairs.T
     wins = torch.sigmoid(problem.rewards[first] - problem.rewards[second])
     wins = (1 - flipped) * wins + flipped * (1 - wins)
-    preference_loss = found(PreferenceLoss, loss_type, beta=BETA, **settings)
+    preference_loss: PreferenceLoss = found(PreferenceLoss, loss_type, beta=BETA, **settings)
     loss = preference_loss(logps[pairs], ref[pairs], problem.mask.sum(dim=1)[pairs])  # (Y^2,)
     # Every pair stands here in both orders: once with each of its labels.
     return (sampler[first] * sampler[second] * wins * loss).sum()

@@ -134,11 +134,7 @@ class Apart:
         The signal may reach this process alone, or its children too; it raises an exception, at
         which the run's script is asked to save and end (`stages.show`).
         """
-        import torch
-
         os.environ.update(self.variables)
-        if threads := self.variables.get("OMP_NUM_THREADS"):
-            torch.set_num_threads(int(threads))
         signal.signal(signal.SIGTERM, exit_by)
         signal.signal(STOP_SIGNAL, self.stop)
         before = self.saved()

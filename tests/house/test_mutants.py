@@ -4,6 +4,7 @@ Those that change nothing are still there. About `tests/mutants.py` and `tests/s
 """
 
 import ast
+import gc
 import importlib
 import json
 import multiprocessing
@@ -139,6 +140,7 @@ def test_what_a_call_a_fork_and_a_process_reach_is_noted(toy: Path) -> None:
 def test_a_function_gets_the_code_of_its_mutant(toy: Path) -> None:
     module = importlib.import_module("toy")
     above = module.Counter().above  # as a test has imported it
+    gc.freeze()  # as when tests are collected
     for mutant in mutants.mutants("toy"):
         if mutant.function == "Counter.above" and mutant.after == "value >= LIMIT":
             assert mutants.outermost(mutant) == "Counter.above"

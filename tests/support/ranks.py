@@ -51,6 +51,7 @@ from common.record.metrics import PHASES
 from common.report import plots
 from common.sampling.sampler import Rollouts, Sampler
 from common.shutdown import signals
+from common.text import synthetic
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
@@ -78,6 +79,8 @@ TINY_GPT2 = {
     "n_head": 2,
     "n_positions": 192,
 }
+# Of forks: a server imports them once.
+OFTEN_IMPORTED = ("evaluate", "pytest", "tiny", "transformers.models.gpt2.modeling_gpt2")
 NUM_SERVERS = 2
 SERVERS: list["subprocess.Popen[bytes]"] = []
 for _name in ("ranks", "tests.support.ranks"):  # one module and one set of servers by either name
@@ -303,8 +306,10 @@ def answer(call_file: Path) -> None:
 
 def serve() -> None:
     """The server's side of `ask`: it prints the forks' process ids, then each one's status."""
-    for module, _ in STAGES.values():
+    for module in (*(stage for stage, _ in STAGES.values()), *OFTEN_IMPORTED):
         importlib.import_module(module)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork would wait for its pool of threads
+    synthetic.train_tokenizer()
     gc.freeze()  # or the first collection in each rank copies every page
     faulthandler.enable()  # on descriptor 2, which each rank sends to its log
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` around the tests is not around the runs

@@ -27,7 +27,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from common import distributed, scoring
 from common.config.grpo import GRPOConfig
@@ -100,10 +99,9 @@ class Operators(TorchDispatchMode):
             elif isinstance(value, Tensor) and value.device.type == "cpu":
                 here.append(value)
 
-        tree_map(look, (args, kwargs))
+        mapped(look, (args, kwargs))
         goal = torch.device(kwargs["device"]).type if kwargs.get("device") else None
-        has_shards = any(isinstance(value, DTensor) for value in tree_leaves(args))
-        if not there and (goal != "sim" or has_shards):
+        if not there and (goal != "sim" or any(isinstance(x, DTensor) for x in leaves(args))):
             return function(*args, **kwargs)  # of shards it comes back with what they hold
         if goal:
             kwargs["device"] = "cpu"
@@ -118,14 +116,14 @@ class Operators(TorchDispatchMode):
         if name == "_to_copy" and goal == "cpu":
             return outputs
         tensors = {id(tensor.data_here): tensor for tensor in there} | {id(t): t for t in here}
-        return tree_map(lambda value: moved(value, tensors), outputs)
+        return mapped(lambda value: moved(value, tensors), outputs)
 
 
 def run_on_data(function: Any, args: Any, kwargs: Any) -> Any:
     if launches(function):
         inside[-1].kernels[function.overloadpacket.__name__] += 1
     run = ELSEWHERE.get(function, function)
-    return run(*tree_map(data_of, args), **tree_map(data_of, kwargs))
+    return run(*mapped(data_of, args), **mapped(data_of, kwargs))
 
 
 class Functions(TorchFunctionMode):
@@ -193,6 +191,23 @@ def moved(value: Any, tensors: dict[int, Tensor]) -> Any:
     return tensors[id(value)] if id(value) in tensors else SimTensor(value)
 
 
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """A value with all that is in its lists, tuples and dictionaries mapped, as by a pytree."""
+    if type(value) in (list, tuple):
+        return type(value)([mapped(function, inner) for inner in value])
+    if type(value) is dict:
+        return {key: mapped(function, inner) for key, inner in value.items()}
+    return function(value)
+
+
+def leaves(value: Any) -> list[Any]:
+    """What is in its lists and tuples; of anything else itself."""
+    if type(value) in (list, tuple):
+        return [leaf for inner in value for leaf in leaves(inner)]
+    return [value]
+
+
+@functools.cache
 def launches(function: Any) -> bool:
     """Whether an operator computes something on the device, and is no view."""
     aliases = [value.alias_info for value in function._schema.returns]
@@ -249,11 +264,11 @@ class Graph:
         assert not any(isinstance(value, Tensor) for value in kwargs.values()), "no `out`"
         self.overwritten += [(data_of(value), data_of(value).clone()) for value in written]
         run = ELSEWHERE.get(function, function)
-        outputs = run(*tree_map(data_of, args), **kwargs)
-        read = {storage_of(data_of(x)) for x in tree_leaves(args) if isinstance(x, Tensor)}
-        inputs = tree_map(self.addressed, args)
-        results: list[Tensor | None] = [None] * len(tree_leaves(outputs))
-        for i, value in enumerate(tree_leaves(outputs)):
+        outputs = run(*mapped(data_of, args), **kwargs)
+        read = {storage_of(data_of(x)) for x in leaves(args) if isinstance(x, Tensor)}
+        inputs = mapped(self.addressed, args)
+        results: list[Tensor | None] = [None] * len(leaves(outputs))
+        for i, value in enumerate(leaves(outputs)):
             if isinstance(value, Tensor) and storage_of(value) not in read:
                 self.allocated[storage_of(value)] = results[i] = value
         self.calls.append((functools.partial(run, **kwargs), inputs, results))
@@ -274,8 +289,8 @@ class Graph:
     def replay(self) -> None:
         inside[-1].kernels["graph"] += 1
         for run, inputs, results in self.calls:
-            outputs = run(*tree_map(lambda x: x.read() if isinstance(x, Address) else x, inputs))
-            for result, value in zip(results, tree_leaves(outputs), strict=True):
+            outputs = run(*mapped(lambda x: x.read() if isinstance(x, Address) else x, inputs))
+            for result, value in zip(results, leaves(outputs), strict=True):
                 if result is not None:
                     result.copy_(value)
 
