@@ -159,13 +159,16 @@ class ReplaceNode(ast.NodeTransformer):
 def places(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.expr | ast.stmt]]:
     """Expressions and statements that run, each with the name of the function around it.
 
-    Left out are annotations and decorators, and what only a message says: f-strings and `raise`.
+    Left out are annotations and decorators, what only a message says (f-strings and `raise`), and
+    `strict` of `zip`, which refuses what no input can make.
     """
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for node in value if isinstance(value, list) else [value]:
             if not isinstance(node, ast.AST) or isinstance(node, (ast.Raise, ast.JoinedStr)):
+                continue
+            if isinstance(node, ast.keyword) and node.arg == "strict":
                 continue
             inside = function
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -146,6 +146,20 @@ def test_normalise_globally_over_two_ranks_and_a_mask():
         close(alone, [0.0, 0.0])
 
 
+def test_moments_are_exact_where_values_are_far_from_0_equal_or_none():
+    far = [10_000.0, 10_001.0, 10_002.5]
+    everywhere = torch.ones(3, dtype=torch.bool)
+    ours = advantages.normalise_globally(torch.tensor(far), everywhere, lambda sums: sums)
+    mean, std = statistics.mean(far), statistics.stdev(far)
+    close(ours, [(value - mean) / (std + EPSILON) for value in far])
+    for value in (0.1, 0.3, 0.7, 1e6 / 3):  # of some the mean's square is above the squares' mean
+        values = torch.full((7,), value, dtype=torch.float64)
+        mean_of_equal, std_of_equal = advantages.global_moments(values, None)
+        assert float(mean_of_equal) == pytest.approx(value)
+        assert float(std_of_equal) == pytest.approx(0.0, abs=1e-6 * value)
+    assert advantages.global_moments(torch.empty(0, dtype=torch.float64), None) == (0.0, 0.0)
+
+
 # ---- step advantages -----------------------------------------------------------------------------
 
 
@@ -368,6 +382,7 @@ def test_unusable_options_are_refused_with_the_values_allowed():
     refusals = [
         (lambda: sample(method="best"), "'best'.*rso, gumbel, max_variance"),
         (lambda: sample(num_keep=5), "num_keep is 5.*between 1 and 4"),
+        (lambda: sample(num_keep=0), "num_keep is 0.*between 1 and 4"),
         (lambda: sample(temperature=0.0), "temperature is 0.0"),
         (lambda: advantages.group_advantages(REWARDS, baseline="min"), "'min'.*leave_one_out"),
         (lambda: advantages.group_advantages(REWARDS[:, :1]), "num_generations is 1"),

@@ -15,6 +15,7 @@ from common.evaluation.accuracy import Floats, Interval, finite_vector, wilson_i
 
 NUM_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0
+NUMBERS_AT_ONCE = 2**16  # of a chunk of resamples, which a CPU's cache holds
 MIN_PROMPTS = 10  # below, resamples of prompts say next to nothing, and of one prompt, nothing
 
 Numbers = NDArray[np.int64]
@@ -30,15 +31,17 @@ def cluster_numbers(keys: Sequence[Hashable]) -> Numbers:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
-def resamples(num_clusters: int) -> Iterator[Numbers]:
-    """Counts of each cluster, (G,), in each of NUM_RESAMPLES draws of G clusters.
+def resamples(num_clusters: int, at_once: int) -> Iterator[Numbers]:
+    """Counts of each cluster, (R, G), in NUM_RESAMPLES draws of G clusters, R at once.
 
-    One at a time: 2000 x G draws may not fit in memory. The same in every process.
+    The same in every process, and whatever the number at once: all 2000 x G may not fit in memory.
     """
     generator = np.random.default_rng(BOOTSTRAP_SEED)
-    for _ in range(NUM_RESAMPLES):
-        drawn = generator.integers(0, num_clusters, num_clusters)
-        yield np.bincount(drawn, minlength=num_clusters)
+    for start in range(0, NUM_RESAMPLES, at_once):
+        num_rows = min(at_once, NUM_RESAMPLES - start)
+        drawn = generator.integers(0, num_clusters, (num_rows, num_clusters))
+        places = drawn + num_clusters * np.arange(num_rows)[:, None]  # a row's are its own
+        yield np.bincount(places.ravel(), minlength=places.size).reshape(places.shape)
 
 
 def bootstrap_means(values: Floats, clusters: Numbers) -> Floats:
@@ -54,7 +57,10 @@ def bootstrap_means(values: Floats, clusters: Numbers) -> Floats:
     assert sizes.all(), "a cluster without observations"
     sums = np.zeros((sizes.size, values.shape[1]))  # (G, S)
     np.add.at(sums, clusters, values)
-    return np.stack([times @ sums / (times @ sizes) for times in resamples(sizes.size)])
+    times = resamples(sizes.size, max(1, NUMBERS_AT_ONCE // sizes.size))  # (R, G) each
+    drawn = np.concatenate([each @ np.column_stack([sums, sizes]) for each in times])  # (R, S + 1)
+    means: Floats = drawn[:, :-1] / drawn[:, -1:]
+    return means
 
 
 def percentile_interval(means: Floats, estimate: float) -> tuple[float, float]:

@@ -17,7 +17,7 @@ penalty that decides only what the likelihood leaves open.
 """
 
 from collections.abc import Hashable, Sequence
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -130,10 +130,9 @@ def length_controlled(
     covariate = np.tanh(differences / (differences.std() or 1.0))
     fitted = fit_logistic(covariate, wins, np.ones((1, wins.size)))  # (1, 2)
     at_once = max(1, NUMBERS_AT_ONCE // wins.size)
-    weights = intervals.resamples(num_clusters)  # (G,) each
-    chunks = iter(lambda: list(islice(weights, at_once)), [])
+    weights = intervals.resamples(num_clusters, at_once)  # (R, G) each
     thetas = np.concatenate(
-        [fit_logistic(covariate, wins, np.stack(c)[:, numbers], fitted)[:, 0] for c in chunks]
+        [fit_logistic(covariate, wins, each[:, numbers], fitted)[:, 0] for each in weights]
     )
     win_rate, length_effect = float(expit(fitted[0, 0])), float(fitted[0, 1])
     low, high = intervals.percentile_interval(expit(thetas), win_rate)

@@ -110,7 +110,7 @@ def check_weights(module: nn.Module, step: int) -> None:
     """
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     shards = [p.to_local() if isinstance(p, DTensor) else p for _, p in trained]
-    is_bad = torch.stack([~shard.detach().isfinite().all() for shard in shards])  # (parameters,)
+    is_bad = torch.stack([~shard.isfinite().all() for shard in shards])  # (parameters,)
     bad = distributed.all_reduce_sum(is_bad.float()).tolist()
     names = [name for (name, _), number in zip(trained, bad, strict=True) if number]
     if names:

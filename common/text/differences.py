@@ -4,7 +4,7 @@ Each function returns a clause for a sentence, empty where there is no differenc
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -99,16 +99,18 @@ def of_marks(tokenizer: Any, other: Any) -> str:
 
 def _of_text(texts: Iterable[str], tokenizer: Any, other: Any) -> str:
     """The first of the texts of which they make other ids."""
-    text = next((text for text in texts if _ids(text, tokenizer) != _ids(text, other)), None)
+    texts = list(texts)
+    pairs = zip(texts, _ids(texts, tokenizer), _ids(texts, other), strict=True)
+    text = next((text for text, ids, others in pairs if ids != others), None)
     return "" if text is None else f"the same text has other ids, as {text[:60]!r}"
 
 
-def _ids(text: str, tokenizer: Any) -> list[int] | None:
-    """Ids of a text; None where the tokenizer refuses it, as a table of words without unknown."""
+def _ids(texts: Sequence[str], tokenizer: Any) -> list[list[int] | None]:
+    """Ids of texts; None where the tokenizer refuses one, as a table of words without unknown."""
     try:
-        return encode([text], tokenizer)[0]
+        return [*encode(texts, tokenizer)]
     except Exception:  # the tokenizers library raises no subclass of it
-        return None
+        return [None] if len(texts) == 1 else [_ids([text], tokenizer)[0] for text in texts]
 
 
 # ---- chat templates ------------------------------------------------------------------------------

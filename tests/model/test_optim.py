@@ -193,3 +193,39 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value, limit):
         assert phrase in str(caught.value)
     assert torch.equal(flat(list(policy.parameters())), before)
     assert not optimizer.state  # no moment was updated either
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_though_the_gradient_is() -> None:
+    """As a constant in the loss, a reference of -inf, has no gradient."""
+    model = Scalars()
+    optimizer = optim.build_optimizer(model, config_for_steps())
+    model.matrix.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
+    losses = torch.tensor([0.5, -math.inf])
+    with pytest.raises(optim.NonFiniteError, match="norm is 1.73.* loss of 1 ranks is not finite"):
+        optim.clip_and_step(optimizer, config_for_steps(), 0, 2, losses)
+    assert model.bias.item() == 0.5
+    optim.clip_and_step(optimizer, config_for_steps(), 0, 2, losses[:1])
+    assert model.bias.item() != 0.5
+
+
+def test_the_moments_that_are_missing_take_eight_bytes_a_trained_number() -> None:
+    model = Scalars()
+    optimizer = optim.build_optimizer(model, config_for_steps())
+    assert optim.missing_state_gb(optimizer) == pytest.approx(
+        2 * 4 * 3 / 1e9
+    )  # the frozen has none
+    model.matrix.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
+    optim.clip_and_step(optimizer, config_for_steps(), 0, 2)
+    assert optim.missing_state_gb(optimizer) == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_trained_weight_that_is_not_finite_is_named(value: float) -> None:
+    model = Scalars()
+    optim.check_weights(model, 3)
+    with torch.no_grad():
+        model.frozen[0, 0] = value  # was read so
+        optim.check_weights(model, 3)
+        model.matrix[0, 1] = value
+    with pytest.raises(optim.NonFiniteError, match=r"after step 3 .* the first in matrix:"):
+        optim.check_weights(model, 3)

@@ -7,6 +7,7 @@ About `common.model.projection`.
 
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common import distributed
 from common.forward import Policy, ReferenceStates, RewardModel
 from common.model import fsdp
-from common.model.projection import Head, TokenStatistics, token_statistics
+from common.model.projection import Head, Scaling, TokenStatistics, token_statistics
 from common.padding import padded_batch
 
 ROWS, WIDTH, VOCAB = 11, 6, 17
@@ -258,3 +259,9 @@ def test_memory_does_not_grow_with_rows_times_vocabulary(with_kl):
         assert large < small + per_row < logits_bytes / 5
     whole = peak_bytes(400, vocab, 400 * vocab, with_kl)  # the control: small batches keep theirs
     assert min(whole) >= logits_bytes
+
+
+def test_what_a_config_says_of_its_logits_is_multiplied_up() -> None:
+    config = SimpleNamespace(logit_scale=0.25, lm_head_multiplier=6.0, logits_scaling=4.0)
+    assert Scaling.of(config) == (0.375, 0.0)
+    assert Scaling.of(SimpleNamespace(logit_scale=None, final_logit_softcapping=30.0)) == (1, 30)
