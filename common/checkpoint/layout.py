@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from common import distributed
 from common.record.run_folder import MANIFEST, METRICS, SAMPLES, digest
 
 NAME = re.compile(r"step_\d{8,}")
@@ -75,8 +76,6 @@ def describe(file: Path) -> dict[str, Any]:
 
 def damage(folder: Path) -> str:
     """The damage of a checkpoint, "" for a whole one. Collective: ranks share the reading."""
-    from common import distributed
-
     try:
         files = _listed_files(folder)
         mine = sorted(files)[distributed.rank() :: distributed.world_size()]

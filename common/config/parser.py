@@ -165,7 +165,7 @@ def without_replaced(
         values["objective_args"] = [text for text in arguments if text.partition("=")[0] in kept]
         texts += [text for text in arguments if text and text not in values["objective_args"]]
     if texts:
-        from common import distributed
+        from common import distributed  # torch, which a driver of runs does without
 
         where = f"{given['config']}, whose objective the command line replaces"
         distributed.print_rank0(f"not taken from {where}: {', '.join(texts)}")

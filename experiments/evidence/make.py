@@ -27,8 +27,7 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-from common.checkpoint.layout import describe
-from common.record.run_folder import accelerator, cpu_model, versions
+from common.record.run_folder import accelerator, cpu_model, digest, versions
 from experiments.evidence import tables
 from experiments.evidence.records import current, studies
 from experiments.evidence.records.studies import Record, Recording
@@ -125,7 +124,7 @@ def run(recording: Recording, tree: Path) -> int:
 def checksums(folder: Path) -> dict[str, str]:
     """SHA-256 of each file, by its name in the folder."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): describe(file)["sha256"] for file in files}
+    return {str(file.relative_to(folder)): digest(file) for file in files}
 
 
 def keep(recording: Recording, tree: Path, record: Record) -> None:

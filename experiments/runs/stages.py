@@ -24,13 +24,12 @@ from typing import Any, cast, get_type_hints
 
 from filelock import FileLock, Timeout
 
-from common.checkpoint.layout import describe
 from common.config.parser import parse
 from common.config.recipes import read_recipe
 from common.errors import UserError
 from common.record import output_lock
 from common.record.jsonl import write_atomically
-from common.record.run_folder import MARK, input_digests
+from common.record.run_folder import MARK, digest, input_digests
 from common.record.terminal import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -228,7 +227,7 @@ def description(stage: Stage) -> dict[str, Any]:
 
     Values are texts, as on a command line: 1e-4 in a recipe and 0.0001 as a flag are two runs.
     """
-    patch = describe(stage.patch)["sha256"] if stage.patch else None
+    patch = digest(stage.patch) if stage.patch else None
     digests = input_digests(flag_texts(stage))
     return {"script": stage.script, "flags": flags_of(stage), "patch": patch, "inputs": digests}
 
