@@ -7,7 +7,7 @@
 A mutant is a module with one place changed: an operator, a comparison, a number, a condition, a
 call left out or exchanged. Tests that reach the place run until one fails, in a copy of the
 project: first those of the files about the module (`tests/map.py`), then of the others of their
-rooms, then the golden trajectories. A survivor shows that a test is missing, or it changes nothing:
+rooms, then those of whole stages. A survivor shows that a test is missing, or it changes nothing:
 then it is listed in `equivalent_mutants.json` with the reason. The exit status is 1 if fewer than
 97% of those that are not listed are noticed.
 
@@ -51,14 +51,14 @@ from tests.support.reached import watch
 ROOT = test_map.ROOT
 COPIES = ROOT / "output" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.json"
-GOLDEN = "stages/test_golden.py"
+OF_STAGES = ("stages/test_golden.py", "stages/test_mistakes.py")
 LEAST = 0.97  # of the mutants that change something
 SHARED = ("torch", "numpy", "scipy.stats", "transformers", "datasets", "hypothesis")
 SPARE_SECONDS = 20  # of a test with a change, over five times what it takes without
 SURVIVED, EQUAL = "survived", "equivalent"
 NOT_PREPARED = 99  # exit status of a fork
 TERMINAL = os.dup(1)  # forks print elsewhere
-TIERS = ("own", "room", "golden")
+TIERS = ("own", "room", "stages")
 NOTES = ROOT / "output" / "mutants.json"  # what tests reach, by file
 NUM_SHARES = 6  # of the files, to note that
 NOTED, OUTCOMES, LOG = Path("noted.json"), Path("outcomes.json"), Path("tests.log")  # in a copy
@@ -352,10 +352,11 @@ class Session:
 def near_files(module: str) -> dict[str, int]:
     """Tiers of test files: about the module, others of their rooms, of whole stages."""
     own = {*test_map.files_of_modules()[module]}
-    rooms = {(ROOT / "tests" / file).parent for file in own - {GOLDEN}}
+    rooms = {(ROOT / "tests" / file).parent for file in own - {*OF_STAGES}}
     paths = [path.relative_to(ROOT / "tests") for room in rooms for path in room.glob("test_*.py")]
     nearness = dict.fromkeys(map(str, sorted(paths)), 1) | dict.fromkeys(sorted(own), 0)
-    return {f"tests/{file}": tier for file, tier in (nearness | {GOLDEN: 2}).items()}
+    nearness |= dict.fromkeys(OF_STAGES, 2)
+    return {f"tests/{file}": tier for file, tier in nearness.items()}
 
 
 def read_tests(files: Collection[str]) -> dict[str, Test]:
@@ -628,7 +629,7 @@ def main() -> None:
         done = {mutant.key: mutant.outcome for share in pool.map(tried, shares) for mutant in share}
     shutil.rmtree(COPIES)
     is_good = True
-    print(f"\n{'module':34} own room golden survived equivalent of")
+    print(f"\n{'module':34} own room stages survived equivalent of")
     for name, found in drawn.items():
         counts = Counter(done.get(mutant.key, EQUAL) for mutant in found)
         is_good &= counts[SURVIVED] <= (1 - LEAST) * (len(found) - counts[EQUAL])
