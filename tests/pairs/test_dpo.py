@@ -7,6 +7,7 @@ out here from plain log-probabilities; and the flags that contradict each other.
 
 import json
 import math
+import pickle
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from common.model import load
 from common.padding import padded_batch
 from common.pairs import reference
 from common.pairs.reference import PairReference
+from common.record import output_lock
 from common.record.jsonl import read_jsonl
 from common.report import evaluation_report
 from common.text.example import Example
@@ -436,3 +438,13 @@ def test_only_scores_of_the_same_pairs_and_reference_are_kept(tmp_path):
         kept = reference.kept_logps(file, lambda: {"train": first - 1}, now, is_resumed=True)
         assert kept["train"].equal(expected)
         reference.kept_logps(file, lambda: logps, key, is_resumed=False)
+
+
+def test_the_file_of_scores_is_the_run_s_own_and_holds_no_code(tmp_path):
+    """Written under the folder's lock; what a pickle of a class would make is not made."""
+    scores, file = {"train": torch.tensor([[-1.0, -2.0]])}, tmp_path / "run" / "logps"
+    reference.kept_logps(file, lambda: scores, "a", is_resumed=False)
+    assert file.parent in output_lock._held
+    torch.save({"key": "a", "logps": Path("anything")}, file)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        reference.kept_logps(file, lambda: scores, "a", is_resumed=True)
