@@ -307,6 +307,27 @@ def test_gold_scores_the_embedded_task():
     assert scores.total.tolist() == [1.0, 0.0, 1.0]
 
 
+def test_facts_without_one_of_them_are_refused_by_its_name():
+    with pytest.raises(UserError, match="row 1 of the prompts: there is no 'who', for 'gold'"):
+        tiny.reward_functions(["gold"]).check_rows(rows({"facts": {}}))
+
+
+def test_answers_are_texts_of_those_functions_that_say_them():
+    def says(**_: Any) -> list[float]:
+        return [0.0, 0.0, 0.0]
+
+    says.answer = lambda completions: [7, None, completions[2]]  # type: ignore[attr-defined]
+    functions = RewardFunctions({"says": says, "silent": constant(1, 1, 1)}, [1, 1])
+    assert functions.extracted_answers(["a", "b", "c"]) == {"says": ["7", None, "c"]}
+
+
+def test_a_column_of_another_length_is_an_error_of_the_caller():
+    functions = RewardFunctions({"one": constant(1, 1)}, [1])
+    for columns in ({"facts": ["a"]}, {"facts": ["a", "b", "c"]}):
+        with pytest.raises(AssertionError):
+            functions(["p", "q"], ["a", "b"], [[1], [1]], columns)
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_classifier_that_transformers_saved_gives_its_own_logits(tmp_path, process_group, family):
     """In bfloat16, without a word of this project in its folder."""
@@ -697,6 +718,7 @@ def test_conversations_that_a_judge_cannot_render_are_found_before_it_is_loaded(
 
 
 @pytest.mark.parametrize(("family", "shards"), [("llama", False), ("gpt2", False), ("opt", True)])
+@pytest.mark.usefixtures("process_group")
 def test_a_config_that_says_no_number_of_labels_leaves_it_to_the_head(tmp_path, family, shards):
     """There transformers takes 2, which it does not write either."""
     shape: dict[str, Any] = {"vocab_size": 300, "is_plain": True, "pad_id": 1}
