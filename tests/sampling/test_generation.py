@@ -681,3 +681,14 @@ def test_a_model_without_attention_is_not_sampled_from():
     lm = tiny.causal_lm("mamba", is_plain=True)
     with pytest.raises(UserError, match="MambaForCausalLM keeps no keys and values"):
         decoding.CopyingDecoder(lm, [[1, 2]], 1, 0)
+
+
+def test_one_layer_that_limits_its_time_steps_is_enough_not_to_be_sampled_from():
+    """As some layers of Nemotron-H do, in transformers 5.23; others have a limit of 0."""
+    lm = tiny.causal_lm("gpt2", is_plain=True)
+    first, second = lm.transformer.h
+    first.time_step_limit, second.time_step_limit = (0.0, 1.0), (0.0, math.inf)
+    decoding.CopyingDecoder(lm, [[1, 2]], 1, 0)
+    second.time_step_limit = (0.001, 0.1)
+    with pytest.raises(UserError, match="GPT2LMHeadModel limits its time steps"):
+        decoding.CopyingDecoder(lm, [[1, 2]], 1, 0)
