@@ -692,3 +692,12 @@ def test_one_layer_that_limits_its_time_steps_is_enough_not_to_be_sampled_from()
     second.time_step_limit = (0.001, 0.1)
     with pytest.raises(UserError, match="GPT2LMHeadModel limits its time steps"):
         decoding.CopyingDecoder(lm, [[1, 2]], 1, 0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_last_token_is_drawn_without_another_forward(layout: str) -> None:
+    """The first one's scores are those of the prompts: six tokens take five further forwards."""
+    lm, calls = tiny.causal_lm("gpt2"), []
+    lm.transformer.ln_f.register_forward_hook(lambda *_: calls.append(1))
+    run_decode(lm, [[1, 2, 3]], 2, 6, stop_ids=[-1], layout=layout)
+    assert len(calls) == 6
