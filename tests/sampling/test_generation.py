@@ -701,3 +701,23 @@ def test_the_last_token_is_drawn_without_another_forward(layout: str) -> None:
     lm.transformer.ln_f.register_forward_hook(lambda *_: calls.append(1))
     run_decode(lm, [[1, 2, 3]], 2, 6, stop_ids=[-1], layout=layout)
     assert len(calls) == 6
+
+
+def test_log_probabilities_of_a_bfloat16_model_are_of_float32() -> None:
+    """The softmax itself in bfloat16 would round to three digits."""
+    lm = tiny.causal_lm("gpt2").bfloat16()
+    drawn = run_decode(lm, [[1, 2, 3]], 4, 1, layout="padded")
+    with torch.no_grad():
+        logps = lm(input_ids=torch.tensor([[1, 2, 3]])).logits[0, -1].float().log_softmax(-1)
+    expected = logps[drawn.ids[:, 0]]
+    torch.testing.assert_close(drawn.token_logps[:, 0], expected, rtol=0, atol=1e-5)
+
+
+def test_probabilities_are_added_up_in_float64() -> None:
+    """A number between the bounds of a token in float32 and in float64 tells them apart."""
+    logps = torch.tensor([[-0.7, -0.9, -1.1]]).log_softmax(-1)
+    bounds = [values.double().cumsum(-1) for values in (logps.double().exp(), logps.exp())]
+    exact, rounded = (float(bound[0, 0] / bound[0, -1]) for bound in bounds)
+    assert exact != rounded
+    number = torch.tensor([(exact + rounded) / 2], dtype=torch.float64)
+    assert inverse_cdf(logps, number).item() == int(number.item() > exact)
