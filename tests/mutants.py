@@ -130,19 +130,30 @@ class Mutant:
 
 def mutants(module: str) -> list[Mutant]:
     """All mutants of a module, in the order of its lines."""
-    source = (ROOT / path_of(module)).read_text()
-    tree = ast.parse(source)
+    tree = ast.parse((ROOT / path_of(module)).read_text())
     found: list[Mutant] = []
+    for mutant, node, changed in changed_places(module, tree):
+        text = ast.unparse(ast.fix_missing_locations(ReplaceNode(node, changed).visit(tree)))
+        ReplaceNode(changed, node).visit(tree)
+        found.append(replace(mutant, text=text))
+    return sorted(found, key=lambda mutant: mutant.line)
+
+
+def keys_of(module: str) -> set[Key]:
+    """Those of its mutants, without their texts, which take most of the time."""
+    tree = ast.parse((ROOT / path_of(module)).read_text())
+    return {mutant.key for mutant, _, _ in changed_places(module, tree)}
+
+
+def changed_places(module: str, tree: ast.AST) -> Iterator[tuple[Mutant, ast.AST, ast.AST]]:
+    """Mutants without their texts, each with the node that it changes and what stands there."""
     seen: Counter[Key] = Counter()
     for function, node in places(tree):
         for changed in changes(node):
             after = ast.unparse(changed)
             mutant = Mutant(module, function, ast.unparse(node), after, line=node.lineno)
-            text = ast.unparse(ast.fix_missing_locations(ReplaceNode(node, changed).visit(tree)))
-            ReplaceNode(changed, node).visit(tree)
-            found.append(replace(mutant, nth=seen[mutant.key], text=text))
+            yield replace(mutant, nth=seen[mutant.key]), node, changed
             seen[mutant.key] += 1
-    return sorted(found, key=lambda mutant: mutant.line)
 
 
 class ReplaceNode(ast.NodeTransformer):
@@ -160,7 +171,7 @@ def places(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.expr | 
     """Expressions and statements that run, each with the name of the function around it.
 
     Left out are annotations and decorators, what only a message says (f-strings and `raise`), and
-    `strict` of `zip`, which refuses what no input can make.
+    `strict` of `zip`, which guards against our own mistakes.
     """
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "decorator_list"):
@@ -168,7 +179,7 @@ def places(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.expr | 
         for node in value if isinstance(value, list) else [value]:
             if not isinstance(node, ast.AST) or isinstance(node, (ast.Raise, ast.JoinedStr)):
                 continue
-            if isinstance(node, ast.keyword) and node.arg == "strict":
+            if isinstance(node, ast.keyword) and node.arg == "strict" and is_zip(tree):
                 continue
             inside = function
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -177,6 +188,11 @@ def places(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.expr | 
                 yield inside, node
             if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
                 yield from places(node, inside)
+
+
+def is_zip(node: ast.AST) -> bool:
+    """Whether this is a call of `zip`."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "zip"
 
 
 def changes(node: ast.expr | ast.stmt) -> Iterator[ast.expr | ast.stmt]:
@@ -352,10 +368,10 @@ class Session:
 def near_files(module: str) -> dict[str, int]:
     """Tiers of test files: about the module, others of their rooms, of whole stages."""
     own = {*test_map.files_of_modules()[module]}
-    rooms = {(ROOT / "tests" / file).parent for file in own - {*OF_STAGES}}
+    rooms = {(ROOT / "tests" / file).parent for file in own - {*OF_STAGES} or own}
     paths = [path.relative_to(ROOT / "tests") for room in rooms for path in room.glob("test_*.py")]
-    nearness = dict.fromkeys(map(str, sorted(paths)), 1) | dict.fromkeys(sorted(own), 0)
-    nearness |= dict.fromkeys(OF_STAGES, 2)
+    nearness = dict.fromkeys(map(str, sorted(paths)), 1) | dict.fromkeys(OF_STAGES, 2)
+    nearness |= dict.fromkeys(sorted(own), 0)
     return {f"tests/{file}": tier for file, tier in nearness.items()}
 
 
@@ -625,8 +641,12 @@ def main() -> None:
     left = [mutant for found in drawn.values() for mutant in found if mutant.key not in known]
     shares = [left[i :: arguments.processes] for i in range(arguments.processes)]
     with workers(arguments.processes) as pool:
-        note_tests(sorted({file for one in left for file in near_files(one.module)}), pool)
-        done = {mutant.key: mutant.outcome for share in pool.map(tried, shares) for mutant in share}
+        try:
+            note_tests(sorted({file for one in left for file in near_files(one.module)}), pool)
+            done = {one.key: one.outcome for share in pool.map(tried, shares) for one in share}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # without the shares that have not begun
+            raise
     shutil.rmtree(COPIES)
     is_good = True
     print(f"\n{'module':34} own room stages survived equivalent of")

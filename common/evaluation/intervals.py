@@ -40,8 +40,8 @@ def resamples(num_clusters: int, at_once: int) -> Iterator[Numbers]:
     for start in range(0, NUM_RESAMPLES, at_once):
         num_rows = min(at_once, NUM_RESAMPLES - start)
         drawn = generator.integers(0, num_clusters, (num_rows, num_clusters))
-        places = drawn + num_clusters * np.arange(num_rows)[:, None]  # a row's are its own
-        yield np.bincount(places.ravel(), minlength=places.size).reshape(places.shape)
+        numbers = drawn + num_clusters * np.arange(num_rows)[:, None]  # other ones in each row
+        yield np.bincount(numbers.ravel(), minlength=numbers.size).reshape(numbers.shape)
 
 
 def bootstrap_means(values: Floats, clusters: Numbers) -> Floats:
@@ -57,8 +57,9 @@ def bootstrap_means(values: Floats, clusters: Numbers) -> Floats:
     assert sizes.all(), "a cluster without observations"
     sums = np.zeros((sizes.size, values.shape[1]))  # (G, S)
     np.add.at(sums, clusters, values)
+    totals = np.column_stack([sums, sizes])  # (G, S + 1)
     times = resamples(sizes.size, max(1, NUMBERS_AT_ONCE // sizes.size))  # (R, G) each
-    drawn = np.concatenate([each @ np.column_stack([sums, sizes]) for each in times])  # (R, S + 1)
+    drawn = np.concatenate([each @ totals for each in times])
     means: Floats = drawn[:, :-1] / drawn[:, -1:]
     return means
 

@@ -81,7 +81,9 @@ def save_run_files(
 
 def job_ids() -> dict[str, str]:
     """The ids of the job that this process belongs to, by the variable that has it."""
-    return {name: value for name in JOB_IDS if (value := os.environ.get(name))}
+    from common import distributed  # torch, which a driver of runs does without
+
+    return {name: value for name in JOB_IDS if (value := distributed.environment(name))}
 
 
 def inputs_of(config: Any) -> dict[str, str]:

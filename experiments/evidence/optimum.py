@@ -8,12 +8,13 @@ over all completions, all groups of G of them, all pairs. Nothing is sampled, so
 end of training is the objective's own. Losses and advantages are those of `common`.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.advantages import EPSILON
 from common.losses import aggregate, kl_estimate, masked_sum
@@ -77,15 +78,24 @@ def optimum(problem: Problem, beta: float = BETA) -> Tensor:
 
 
 @cache
-def found(kind: Any, names: str, **settings: Any) -> Any:
+def objective_of(kind: Any, names: str, **settings: Any) -> Any:
     """An objective by the names of its files; to read them takes longer than a step."""
     return kind.find(names.split(), **settings)
 
 
 @cache
-def draws(num_completions: int, size: int) -> Tensor:
-    """All ordered draws (Y^size, size) of that many completions, as their places."""
-    return torch.cartesian_prod(*[torch.arange(num_completions)] * size)
+def groups_of(num_completions: int) -> tuple[Tensor, Tensor]:
+    """Each completion (M, G) with all sets of others, and in how many orders (M,) they are drawn.
+
+    The first of a group gets the same advantage whatever the order of the others.
+    """
+    numbers = torch.arange(num_completions)
+    others = torch.combinations(numbers, NUM_GENERATIONS - 1, with_replacement=True)
+    times = nn.functional.one_hot(others, num_completions).sum(dim=1).double()  # of each
+    orders = math.factorial(NUM_GENERATIONS - 1) / torch.lgamma(times + 1).exp().prod(dim=1)
+    first = numbers.repeat_interleave(len(others))[:, None]
+    groups = torch.cat([first, others.repeat(num_completions, 1)], dim=1)
+    return groups, orders.round().repeat(num_completions)
 
 
 def grpo(
@@ -120,10 +130,10 @@ def grpo(
     rewards, mask = problem.rewards, problem.mask
     if kl == "reward":
         rewards = rewards - BETA * kl_estimate(sampled, ref, estimator="k1").sum(dim=1)
-    defaults = found(Advantages, advantages).settings
+    defaults = objective_of(Advantages, advantages).settings
     of_advantages = {name: settings.pop(name) for name in defaults if name in settings}
     expected = expected_advantages(rewards, probabilities, advantages, **of_advantages)  # (Y,)
-    loss = found(PolicyObjective, objective, **settings)
+    loss = objective_of(PolicyObjective, objective, **settings)
     per_token, _ = loss(token_logps, token_logps, sampled, expected, mask)
     if kl != "reward":
         per_token = per_token + BETA * kl_in_loss(problem, logits, kl)
@@ -153,15 +163,15 @@ def expected_advantages(
     The name is that of a file of `common/objectives/advantages`. GDPO's two rewards are 0.5 where
     the reward is above 0.5, and the remainder.
     """
-    function: Advantages = found(Advantages, name, **settings)
-    groups = draws(len(rewards), NUM_GENERATIONS)  # (Y^G, G)
+    function: Advantages = objective_of(Advantages, name, **settings)
+    groups, orders = groups_of(len(rewards))  # (M, G), (M,)
     is_high = 0.5 * (rewards > 0.5)
     is_split = function.takes_each_function
     by_function = torch.stack([is_high, rewards - is_high] if is_split else [rewards])  # (F, Y)
     moments = [(probabilities * rewards**power).sum() for power in (1, 2, 0)]  # of a draw
     in_groups, weights = by_function[:, groups], [1.0] * len(by_function)
     advantages = function(in_groups, weights, None, lambda _: 1e9 * torch.stack(moments))[:, 0]
-    others = probabilities[groups[:, 1:]].prod(dim=1)  # chance of the rest, given the first
+    others = orders * probabilities[groups[:, 1:]].prod(dim=1)  # chance of them, given the first
     if function.normalizes_globally:  # the mean over the batch is 0, as it is in every group
         squares = advantages.double() ** 2 * others * probabilities[groups[:, 0]]
         others = others / (squares.sum().sqrt() + EPSILON)
@@ -189,11 +199,11 @@ def preference(
     """
     logps, ref = problem.logps(logits), problem.logps(problem.ref_logits)
     sampler = (logps if on_policy else ref).detach().exp()  # (Y,)
-    pairs = draws(len(logps), 2)  # (Y^2, 2)
+    pairs = torch.cartesian_prod(*[torch.arange(len(logps))] * 2)  # (Y^2, 2)
     first, second = pairs.T
     wins = torch.sigmoid(problem.rewards[first] - problem.rewards[second])
     wins = (1 - flipped) * wins + flipped * (1 - wins)
-    preference_loss: PreferenceLoss = found(PreferenceLoss, loss_type, beta=BETA, **settings)
+    preference_loss: PreferenceLoss = objective_of(PreferenceLoss, loss_type, beta=BETA, **settings)
     loss = preference_loss(logps[pairs], ref[pairs], problem.mask.sum(dim=1)[pairs])  # (Y^2,)
     # Every pair stands here in both orders: once with each of its labels.
     return (sampler[first] * sampler[second] * wins * loss).sum()

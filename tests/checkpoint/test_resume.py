@@ -241,7 +241,7 @@ def test_an_edited_file_of_a_resumed_run_is_named(tmp_path):
 
 def test_a_run_that_lost_a_rank_and_one_that_was_stopped_end_as_if_they_had_not(tmp_path):
     fault_drill.prepare(tmp_path)
-    case = fault_drill.Case("grpo", 2, fault_drill.MOVING | {"max_steps": 8})
+    case = fault_drill.Case("grpo", 2, {"max_steps": 8, "ref_update_steps": 3})
     tally = fault_drill.drill(case, ["one", "stop"], tmp_path, random.Random(0))
     assert not tally.wrong
     assert (tally.kills, tally.stops) == (1, 1)

@@ -224,7 +224,7 @@ def test_one_trained_weight_that_is_not_finite_is_named(value: float) -> None:
     model = Scalars()
     optim.check_weights(model, 3)
     with torch.no_grad():
-        model.frozen[0, 0] = value  # was read so
+        model.frozen[0, 0] = value  # as it was read
         optim.check_weights(model, 3)
         model.matrix[0, 1] = value
     with pytest.raises(optim.NonFiniteError, match=r"after step 3 .* the first in matrix:"):

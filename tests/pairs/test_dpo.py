@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -440,11 +441,12 @@ def test_only_scores_of_the_same_pairs_and_reference_are_kept(tmp_path):
         reference.kept_logps(file, lambda: logps, key, is_resumed=False)
 
 
-def test_the_file_of_scores_is_the_run_s_own_and_holds_no_code(tmp_path):
-    """Written under the folder's lock; what a pickle of a class would make is not made."""
-    scores, file = {"train": torch.tensor([[-1.0, -2.0]])}, tmp_path / "run" / "logps"
-    reference.kept_logps(file, lambda: scores, "a", is_resumed=False)
-    assert file.parent in output_lock._held
+def test_the_file_of_scores_is_written_under_a_lock_and_holds_no_code(tmp_path):
+    """What a pickle of a class would make is not made."""
+    scores, file = {"train": torch.tensor([[-1.0, -2.0]])}, tmp_path / "logps"
+    with mock.patch.object(output_lock, "take") as take:
+        reference.kept_logps(file, lambda: scores, "a", is_resumed=False)
+    take.assert_called_once_with(tmp_path)
     torch.save({"key": "a", "logps": Path("anything")}, file)
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         reference.kept_logps(file, lambda: scores, "a", is_resumed=True)

@@ -713,8 +713,8 @@ def test_log_probabilities_of_a_bfloat16_model_are_of_float32() -> None:
     torch.testing.assert_close(drawn.token_logps[:, 0], expected, rtol=0, atol=1e-5)
 
 
-def test_probabilities_are_added_up_in_float64() -> None:
-    """A number between the bounds of a token in float32 and in float64 tells them apart."""
+def test_the_chance_of_a_token_is_taken_in_float64() -> None:
+    """A uniform number between its bounds in float32 and in float64 draws another token."""
     logps = torch.tensor([[-0.7, -0.9, -1.1]]).log_softmax(-1)
     bounds = [values.double().cumsum(-1) for values in (logps.double().exp(), logps.exp())]
     exact, rounded = (float(bound[0, 0] / bound[0, -1]) for bound in bounds)

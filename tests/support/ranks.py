@@ -79,7 +79,7 @@ TINY_GPT2 = {
     "n_head": 2,
     "n_positions": 192,
 }
-# Of forks: a server imports them once.
+# By forks: their server has imported these.
 OFTEN_IMPORTED = ("evaluate", "pytest", "tiny", "transformers.models.gpt2.modeling_gpt2")
 NUM_SERVERS = 2
 SERVERS: list["subprocess.Popen[bytes]"] = []

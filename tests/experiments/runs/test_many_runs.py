@@ -85,10 +85,22 @@ def lines(folder: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_what_waits_for_runs_does_not_import_torch():
+APART = """
+import sys
+from pathlib import Path
+from experiments.runs.slurm import Apart, Stage
+
+folder = Path(sys.argv[1])
+Apart(Stage(str(folder / "script.py"), folder / "one"))()
+sys.exit("torch" in sys.modules)
+"""
+
+
+def test_what_waits_for_a_run_does_not_import_torch(tmp_path):
     """A driver's processes, one a run, took 1.7 seconds of a CPU each before they started it."""
-    program = "import sys, experiments.runs.slurm; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+    result = subprocess.run([sys.executable, "-c", APART, str(tmp_path)], check=False)
+    assert result.returncode == 0
+    assert lines(tmp_path) == ["one begins", "one ends"]
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
