@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -648,3 +649,48 @@ def test_a_model_that_is_dropped_frees_its_memory_at_once():
         assert [reference() for reference in dropped] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_scores_are_scaled_by_the_width_of_a_head_unless_a_model_says_otherwise() -> None:
+    lm = tiny.causal_lm("gpt2")
+    batch = shared_prefix_batch([[5, 6], [7]], [[[8], [9, 3]], [[4, 2]]], 0)
+    expected, attend = Policy(lm)(batch).token_logps, shared_prefix.attend_by_layout
+    seen: list[float] = []
+
+    def without_scale(*args: Any) -> Tensor:
+        module, query, key, value, scaling, layout, options = args
+        seen.append(scaling * query.shape[-1] ** 0.5)
+        return attend(module, query, key, value, None, layout, options)
+
+    with mock.patch.object(shared_prefix, "attend_by_layout", without_scale):
+        assert torch.equal(Policy(lm)(batch).token_logps, expected)
+    assert seen == pytest.approx([1.0] * len(seen))
+    assert seen
+
+
+def test_a_model_that_hands_no_layout_on_is_refused_unless_it_attends_one_token() -> None:
+    """As where a layer calls attention by itself; a step of decoding has one query."""
+    mask = torch.empty(shared_prefix.NO_MASK).fill_(0.0)
+    for num_queries, width in ((2, 1), (5, 4)):
+        x = torch.ones(1, 2, num_queries, width)
+        with pytest.raises(UserError, match="Identity is not given the options of its model"):
+            shared_prefix.attend(nn.Identity(), x, x, x, mask)
+    x = torch.ones(1, 2, 1, 4)
+    assert torch.equal(shared_prefix.attend(nn.Identity(), x, x, x, mask)[0], x.transpose(1, 2))
+
+
+def test_a_mask_without_padding_is_left_out_on_a_cpu_alone() -> None:
+    shape = {"batch_size": 1, "q_length": 4, "kv_length": 4}
+    assert shared_prefix.mask(**shape, attention_mask=torch.ones(1, 4, dtype=torch.bool)) is None
+    there = torch.ones(1, 4, dtype=torch.bool, device="meta")
+    kept = shared_prefix.mask(**shape, attention_mask=there, device="meta")
+    assert kept is not None
+    assert kept.shape == (1, 1, 4, 4)
+
+
+def test_one_indexer_keeps_a_model_s_own_attention() -> None:
+    lm = tiny.causal_lm("gpt2", is_plain=True)
+    lm.transformer.h[1].attn.indexer = type("Indexer", (nn.Module,), {})()
+    before = lm.config._attn_implementation
+    assert not shared_prefix.replace_attention(lm)
+    assert lm.config._attn_implementation == before

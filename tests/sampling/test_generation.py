@@ -721,3 +721,12 @@ def test_the_chance_of_a_token_is_taken_in_float64() -> None:
     assert exact != rounded
     number = torch.tensor([(exact + rounded) / 2], dtype=torch.float64)
     assert inverse_cdf(logps, number).item() == int(number.item() > exact)
+
+
+def test_a_cache_without_keys_and_values_is_not_sampled_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though the model takes one by the usual name, as some without attention do."""
+    monkeypatch.setattr(decoding, "DynamicLayer", type("OtherLayer", (), {}))
+    with pytest.raises(UserError, match="GPT2LMHeadModel keeps no keys and values"):
+        decoding.CopyingDecoder(tiny.causal_lm("gpt2", is_plain=True), [[1, 2]], 1, 0)
