@@ -30,6 +30,7 @@ from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.errors import FunctionError, UserError
 from common.evaluation import runs
+from common.objectives import probe
 from common.objectives.implicit_reward import ImplicitReward
 from common.objectives.kinds import Advantages, PolicyObjective, PreferenceLoss
 from common.report import evaluation_report
@@ -610,3 +611,13 @@ def test_advantages_may_read_any_reward_function(tmp_path: Path):
     both = write(tmp_path / "other", "return rewards", "rewards, rewards_by_function")
     with pytest.raises(UserError, match="takes both rewards"):
         Advantages.find([both]).check()
+
+
+def test_values_are_the_same_up_to_rounding_of_the_largest() -> None:
+    near, far = 0.9 * probe.ROUNDING, 1.1 * probe.ROUNDING
+    assert probe.is_same(torch.zeros(0), torch.zeros(0))
+    assert probe.is_same(torch.tensor([1.0, 0.0]), torch.tensor([1.0, near]))
+    assert not probe.is_same(torch.tensor([1.0, 0.0]), torch.tensor([1.0, far]))
+    assert not probe.is_same(torch.tensor([9.0, 0.0]), torch.tensor([9.0, far]))  # of 1 at most
+    assert not probe.is_same(torch.tensor([0.01, 0.0]), torch.tensor([0.01, 0.02 * near]))
+    assert probe.is_same(torch.tensor([torch.nan, 2.0]), torch.tensor([torch.nan, 2.0 + near]))
