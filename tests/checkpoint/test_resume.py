@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 import train_sft
 from common import distributed
 from common.checkpoint import hf_folder, layout, resume
+from common.config.grpo import GRPOConfig
 from common.errors import UserError
 from common.evaluation import runs
 from common.forward import Policy
@@ -229,14 +230,47 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
         train_sft.main(SFTConfig(**flags))
 
 
-def test_an_edited_file_of_a_resumed_run_is_named(tmp_path):
+def test_an_edited_file_of_a_resumed_run_is_named(tmp_path, capsys):
     objective, config = tmp_path / "mine.py", tiny.train_config(output_dir=str(tmp_path / "run"))
     objective.write_text("# first")
     config = replace(config, dataset_name=f"{objective}:function")
     folder_module.save_run_files(tmp_path / "run", config, 1)
     assert resume.changed_inputs(config) == []
+    resume.warn_of_changed_inputs(config)
+    assert capsys.readouterr().out == ""
     objective.write_text("# second")
     assert resume.changed_inputs(config) == [f"{objective}:function"]
+    resume.warn_of_changed_inputs(config)
+    warning = f"warning: {objective}:function has changed: the run goes on with the new one\n"
+    assert capsys.readouterr().out == warning
+
+
+def test_the_last_model_of_another_run_is_set_aside(tmp_path, capsys):
+    config = tiny.train_config(output_dir=str(tmp_path), seed=1)
+    for seed in (1, 2, 3):  # this run's own stays; then that of seed 2 takes the place of seed 1's
+        folder_module.save_run_files(tmp_path, replace(config, seed=seed), 1)
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / f"of_{seed}").touch()
+        resume.set_aside_other_model(config)
+        assert (tmp_path / "model").exists() == (seed == 1)
+    assert [path.name for path in (tmp_path / "model.before").iterdir()] == ["of_3"]
+    place = (tmp_path / "model.before").resolve()
+    assert capsys.readouterr().out == f"the model of another run is in {place} now\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "clauses"),
+    [(4, 4, []), (4, 8, []), (0, 0, []), (4, 0, ["was 4 and is 0"]), (0, 4, ["was 0 and is 4"])],
+)
+def test_a_named_checkpoint_has_a_moving_reference_or_none(monkeypatch, before, now, clauses):
+    """Its weights are in the checkpoint; how often it moves is another run's own choice."""
+    needed = {"output_dir": "a", "model_name_or_path": "b", "reward_funcs": ["gold"]}
+    config = GRPOConfig(**needed, ref_update_steps=now)
+    saved = {"ref_update_steps": before, "seed": 7, "beta": 0.9}
+    manifest = {"stage": "GRPOConfig", "config": saved}
+    monkeypatch.setattr(layout, "read_manifest", lambda _: manifest)
+    found = resume.other_run(Path("a"), config, any_config=True)
+    assert [clause.removeprefix("ref_update_steps ") for clause in found] == clauses
 
 
 def test_a_run_that_lost_a_rank_and_one_that_was_stopped_end_as_if_they_had_not(tmp_path):
