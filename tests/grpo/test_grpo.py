@@ -294,6 +294,17 @@ def test_a_kl_of_rounding_in_equal_rewards_teaches_nothing(scale: str, bf16: boo
     assert values[0].all()
 
 
+@pytest.mark.parametrize(("share", "is_rounding"), [(0.99, True), (1.01, False)])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_rounding_is_up_to_its_root_mean_square_over_the_tokens(share, is_rounding, temperature):
+    groups = new_groups([[1.0, 1.0, 1.0]])
+    config = new_config(beta=0.5, kl_estimator="k1_reward", temperature=temperature)
+    kept = select(groups, config, 0)
+    gap = share * minibatches.LOGP_ROUNDING["float32"] / temperature  # of each token
+    values = minibatches.compute_advantages(kept, kept.rollouts.token_logps.double() + gap, config)
+    assert (values == 0).all() == is_rounding
+
+
 def test_weighted_sums_that_are_equal_but_for_rounding_are_a_flat_group():
     """0.3 + 0.4 and 0.7, and 100.01 - 100 and 0.01, which float32 has 6e-6 apart; 0.011 is not."""
     functions = [
