@@ -151,6 +151,15 @@ def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
         assert words in warnings[0]
 
 
+def test_the_effective_sample_size_of_rewards_far_apart_is_that_of_the_best():
+    """Weights are relative to the best candidate: e^1000 is not finite."""
+    config = new_config(num_candidates=4, num_generations=2, rejection_temperature=1.0)
+    groups = new_groups([[1000.0, 0.0, 0.0, 1000.0], [0.0, 0.0, 0.0, 0.0]])
+    selected, metrics = select(groups, config, 0), Accumulator("cpu")
+    StepMonitor(metrics, config).record(selected, torch.zeros(2, 2), 0)
+    assert metrics.reduce()["effective_sample_size"] == pytest.approx((2 + 4) / 2)
+
+
 # ---- what is collated ----------------------------------------------------------------------------
 
 
