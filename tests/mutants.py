@@ -170,8 +170,8 @@ class ReplaceNode(ast.NodeTransformer):
 def places(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.expr | ast.stmt]]:
     """Expressions and statements that run, each with the name of the function around it.
 
-    Left out are annotations and decorators, what only a message says (f-strings and `raise`), and
-    `strict` of `zip`, which guards against our own mistakes.
+    Left out are annotations, what is imported for them, decorators, what only a message says
+    (f-strings and `raise`), and `strict` of `zip`, which guards against our own mistakes.
     """
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "decorator_list"):
@@ -181,13 +181,14 @@ def places(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.expr | 
                 continue
             if isinstance(node, ast.keyword) and node.arg == "strict" and is_zip(tree):
                 continue
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                continue
             inside = function
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 inside = f"{function}.{node.name}".lstrip(".")
             if isinstance(node, (ast.expr, ast.stmt)):
                 yield inside, node
-            if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-                yield from places(node, inside)
+            yield from places(node, inside)
 
 
 def is_zip(node: ast.AST) -> bool:

@@ -309,7 +309,7 @@ def test_rounding_is_up_to_its_root_mean_square_over_the_tokens(share, is_roundi
     groups = new_groups([[1.0, 1.0, 1.0]])
     config = new_config(beta=0.5, kl_estimator="k1_reward", temperature=temperature)
     kept = select(groups, config, 0)
-    gap = share * minibatches.LOGP_ROUNDING["float32"] / temperature  # of each token
+    gap = share * 2.0**-15 / temperature  # of each token, nats
     values = minibatches.compute_advantages(kept, kept.rollouts.token_logps.double() + gap, config)
     assert (values == 0).all() == is_rounding
 

@@ -18,6 +18,8 @@ import pytest
 from tests import mutants
 
 SOURCE = '''
+if TYPE_CHECKING:
+    from a import b
 def f(x: int = 1, *, flag: bool = True) -> float:
     """Not 2 + 2."""
     if x < 2 and not flag:
