@@ -191,7 +191,7 @@ def train_tokenizer(vocab_size: int = 1024) -> Any:
 
 @functools.cache
 def _trained(vocab_size: int) -> str:
-    """The tokenizer as JSON: to read it takes a two-hundredth of training it again."""
+    """The tokenizer as JSON: reading it takes a two-hundredth of the time of training."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     assert vocab_size >= 258, vocab_size  # the 256 bytes and the two special ones

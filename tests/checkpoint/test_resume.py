@@ -247,7 +247,7 @@ def test_an_edited_file_of_a_resumed_run_is_named(tmp_path, capsys):
 
 def test_the_last_model_of_another_run_is_set_aside(tmp_path, capsys):
     config = tiny.train_config(output_dir=str(tmp_path), seed=1)
-    for seed in (1, 2, 3):  # this run's own stays; then that of seed 2 takes the place of seed 1's
+    for seed in (1, 2, 3):  # its own stays; that of seed 2 is set aside, then seed 3's in its place
         folder_module.save_run_files(tmp_path, replace(config, seed=seed), 1)
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / f"of_{seed}").touch()

@@ -211,9 +211,8 @@ def test_a_loss_that_is_not_finite_changes_nothing_though_the_gradient_is() -> N
 def test_the_moments_that_are_missing_take_eight_bytes_a_trained_number() -> None:
     model = Scalars()
     optimizer = optim.build_optimizer(model, config_for_steps())
-    assert optim.missing_state_gb(optimizer) == pytest.approx(
-        2 * 4 * 3 / 1e9
-    )  # the frozen has none
+    num_trained = 3  # the frozen matrix has no moments
+    assert optim.missing_state_gb(optimizer) == pytest.approx(8 * num_trained / 1e9)
     model.matrix.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
     optim.clip_and_step(optimizer, config_for_steps(), 0, 2)
     assert optim.missing_state_gb(optimizer) == 0.0

@@ -79,8 +79,8 @@ TINY_GPT2 = {
     "n_head": 2,
     "n_positions": 192,
 }
-# By forks: their server has imported these.
-OFTEN_IMPORTED = ("evaluate", "pytest", "tiny", "transformers.models.gpt2.modeling_gpt2")
+# A server imports these before it forks, as most forks use them.
+IMPORTED_AHEAD = ("evaluate", "pytest", "tiny", "transformers.models.gpt2.modeling_gpt2")
 NUM_SERVERS = 2
 SERVERS: list["subprocess.Popen[bytes]"] = []
 for _name in ("ranks", "tests.support.ranks"):  # one module and one set of servers by either name
@@ -306,7 +306,7 @@ def answer(call_file: Path) -> None:
 
 def serve() -> None:
     """The server's side of `ask`: it prints the forks' process ids, then each one's status."""
-    for module in (*(stage for stage, _ in STAGES.values()), *OFTEN_IMPORTED):
+    for module in (*(stage for stage, _ in STAGES.values()), *IMPORTED_AHEAD):
         importlib.import_module(module)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork would wait for its pool of threads
     synthetic.train_tokenizer()

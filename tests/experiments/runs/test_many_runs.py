@@ -88,7 +88,8 @@ def lines(folder: Path) -> list[str]:
 APART = """
 import sys
 from pathlib import Path
-from experiments.runs.slurm import Apart, Stage
+from experiments.runs.executors import Apart
+from experiments.runs.stages import Stage
 
 folder = Path(sys.argv[1])
 Apart(Stage(str(folder / "script.py"), folder / "one"))()
