@@ -47,7 +47,7 @@ def main(config: DPOConfig) -> None:
 
     # Objective: `objectives/kinds.py` calls the files that `loss_type` names, with our beta. Data
     objective, implicit_reward = config.objective, config.implicit_reward
-    objective.check()
+    objective.check(config.beta)
     vocabulary = load.load_vocabulary(config)
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
@@ -89,7 +89,7 @@ def main(config: DPOConfig) -> None:
         if eval_set:
             logps = scoring.score_examples(policy, eval_set, config, vocabulary, "scoring pairs")
             ref_logps, lengths = reference.held_out_logps, data.completion_lengths(eval_set)
-            losses = objective(logps, ref_logps, lengths, config.loss_weights)
+            losses = objective(logps, ref_logps, lengths, config.beta, config.loss_weights)
             rewards = implicit_reward(logps, ref_logps, lengths)  # (rows, 2), as each of them
             run.logger.log(step, pair_scores.held_out_metrics(rewards, losses))
 
@@ -109,7 +109,9 @@ def main(config: DPOConfig) -> None:
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
             logps = pairs.of(sequence_scores(policy, batch))  # (N, 2)
             ref_logps = reference.of_batch(batch)  # (N, 2)
-            losses = guarded_objective(logps, ref_logps, pairs.lengths, config.loss_weights)  # (N,)
+            losses = guarded_objective(
+                logps, ref_logps, pairs.lengths, config.beta, config.loss_weights
+            )  # (N,)
             total = (losses * real).sum()
             loss = total / num_pairs
             loss.backward()

@@ -5,7 +5,6 @@ A group of equal rewards has advantage exactly 0; what float32 rounding may make
 """
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,43 +13,12 @@ from torch import Tensor
 from common.losses import check_choice
 from common.noise import derive_seed, hash_counters, uniform
 
-SCALES = ("group", "batch", "none", "mean")
-BASELINES = ("mean", "leave_one_out")
 REJECTION_METHODS = ("rso", "gumbel", "max_variance")
 EPSILON = 1e-4  # added to every standard deviation, which is the unbiased one, both as in TRL
 UNIT = 2.0**-24  # largest relative error of a number that is rounded to float32
 
 # Rewards of a completion's steps by the index of the step's last token
 StepRewards = dict[int, float]
-
-
-def group_advantages(
-    rewards: Tensor,
-    *,
-    scale: str = "group",
-    baseline: str = "mean",
-    counted: Tensor | None = None,
-    all_reduce: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Rewards (N, G) relative to the prompt's other completions, (N, G) float32; G is at least 2.
-
-    By the file of `common/objectives/advantages` that has the name of the `scale`, or with the
-    `baseline` leave_one_out by `rloo`; GRPO calls these files itself. `batch` divides by the
-    deviation of the groups that are `counted` (N,), by default all; over all ranks with an
-    `all_reduce` that sums a tensor over them, and then every rank has to call.
-
-    >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0], [2.0, 2.0, 2.0]]))
-    tensor([[ 1.1545, -0.5773, -0.5773],
-            [ 0.0000,  0.0000,  0.0000]])
-    """
-    check_choice("scale", scale, SCALES)
-    check_choice("baseline", baseline, BASELINES)
-    if rewards.shape[1] < 2:
-        raise ValueError(f"num_generations is {rewards.shape[1]} but a group needs at least 2")
-    find = import_module("common.objectives.kinds").Advantages.find
-    function = find([scale]) if baseline == "mean" else find(["rloo"], scale_rewards=scale)
-    advantages: Tensor = function(rewards[None], counted=counted, all_reduce=all_reduce)
-    return advantages
 
 
 def normalise_globally(

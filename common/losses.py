@@ -16,7 +16,6 @@ A name in `..._type`, `estimator` and the like that does not exist raises ValueE
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -35,6 +34,18 @@ def check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ValueError unless the value is one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{field} is {value!r} but must be one of {', '.join(allowed)}")
+
+
+def check_bounds(**bounds: float) -> None:
+    """Raise ValueError unless bounds on the distance to a ratio or a probability are none below 0.
+
+    >>> check_bounds(epsilon_low=-0.2)
+    Traceback (most recent call last):
+    ValueError: epsilon_low is -0.2 but must be at least 0
+    """
+    for name, value in bounds.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value} but must be at least 0")
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -70,50 +81,6 @@ def wins(first: Any, second: Any) -> Any:
 def centering_penalty(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:
     """Penalty (N,) that keeps rewards near 0: (r_w + r_l)^2 (Eisenstein et al. 2023, eq. 2)."""
     return (precise(chosen_rewards) + precise(rejected_rewards)) ** 2
-
-
-# --- pairs ----------------------------------------------------------------------------------------
-
-
-def preference_loss(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    *,
-    beta: float,
-    loss_type: str = "sigmoid",
-    label_smoothing: float = 0.0,
-    chosen_lengths: Tensor | None = None,
-    rejected_lengths: Tensor | None = None,
-    gamma: float = 0.0,
-) -> Tensor:
-    """Loss (N,) of pairs, by a file of `common/objectives/preference`, which DPO calls itself.
-
-    Log-probs are sums over the completion's tokens. The lengths (N,), in tokens, are for losses
-    that divide by them. A setting that is 0 is not passed.
-
-    >>> chosen, rejected, reference = torch.tensor([[-10.0], [-14.0], [-12.0]])
-    >>> preference_loss(chosen, rejected, reference, reference, beta=0.25, loss_type="hinge")
-    tensor([0.])
-    """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing is {label_smoothing} but must lie in [0, 0.5)")
-    settings = {"beta": beta, "label_smoothing": label_smoothing, "gamma": gamma}
-    objective = import_module("common.objectives.kinds").PreferenceLoss.find(
-        [loss_type], **{name: value for name, value in settings.items() if value}
-    )
-    chosen, rejected = precise(chosen_logps), precise(rejected_logps)
-    ref_chosen, ref_rejected = precise(ref_chosen_logps), precise(ref_rejected_logps)
-    if chosen_lengths is None or rejected_lengths is None:
-        assert not objective.is_per_token, f"{loss_type} averages over tokens: pass the lengths"
-        chosen_lengths = rejected_lengths = torch.ones_like(chosen)
-    loss: Tensor = objective(
-        torch.stack([chosen, rejected], -1),
-        torch.stack([ref_chosen, ref_rejected], -1),
-        torch.stack([chosen_lengths, rejected_lengths], -1),
-    )
-    return loss
 
 
 # --- policy optimisation --------------------------------------------------------------------------
@@ -172,33 +139,6 @@ def probability_ratio(
         mean = _mean(log_ratio.sum(dim=1), completion_mask.sum(dim=1))[:, None]  # (B, 1)
         log_ratio = mean.detach() + (log_ratio - log_ratio.detach())
     return log_ratio.exp()
-
-
-def policy_loss(
-    token_logps: Tensor,
-    old_token_logps: Tensor,
-    advantages: Tensor,
-    completion_mask: Tensor,
-    *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float | None = None,
-    ratio_level: str = "token",
-) -> Tensor:
-    """Loss of each token (B, C), by `clip` or `gspo` of `common/objectives/policy`.
-
-    GRPO calls these files itself.
-
-    With one update per rollout, pass the log-probs as their own old ones: rho is then exactly 1,
-    and the loss's gradient is REINFORCE's.
-    """
-    check_choice("ratio_level", ratio_level, RATIO_LEVELS)
-    name = "gspo" if ratio_level == "sequence" else "clip"
-    objective = getattr(import_module(f"common.objectives.policy.{name}"), name)
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    bounds = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "delta": delta or torch.inf}
-    loss: Tensor = objective(token_logps, old_token_logps, advantages, completion_mask, **bounds)[0]
-    return loss
 
 
 def clipped_tokens(bounded: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

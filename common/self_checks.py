@@ -17,9 +17,10 @@ from common import distributed
 from common.config.stages import CommonConfig, TrainConfig
 from common.errors import UserError
 from common.forward import CompletionScores, RewardModel
-from common.losses import preference_loss
+from common.losses import precise
 from common.model import fsdp
 from common.model.projection import Scaling
+from common.objectives.preference.sigmoid import sigmoid
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.text.example import Example, Vocabulary
 
@@ -203,8 +204,9 @@ def dpo_starts_at_ln_2(logps: Tensor, ref_logps: Tensor) -> None:
 
     Both are (N, 2), of pairs before the first step. Raises RuntimeError if it has not.
     """
-    losses = preference_loss(*logps.unbind(-1), *ref_logps.unbind(-1), beta=1.0)
-    loss = float(losses.mean())
+    chosen, rejected = precise(logps).unbind(-1)
+    ref_chosen, ref_rejected = precise(ref_logps).unbind(-1)
+    loss = float(sigmoid(chosen, rejected, ref_chosen, ref_rejected, beta=1.0).mean())
     refuse_unless(
         abs(loss - math.log(2)) <= 1e-3,  # also in bfloat16: the same sums on both sides
         f"the first DPO loss is {loss:.5f}, not ln 2: policy and reference differ",

@@ -10,6 +10,7 @@ import math
 import random
 import statistics
 from collections import Counter
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -41,20 +42,38 @@ CENTRED = [[-2, -1, 0, 3], [1, 1, -1, -1]]
 LEFT_OUT = [[1 - 11 / 3, 2 - 10 / 3, 0, 6 - 2], [11 - 29 / 3, 11 - 29 / 3, 9 - 31 / 3, 9 - 31 / 3]]
 
 
-@pytest.mark.parametrize(("baseline", "centred"), [("mean", CENTRED), ("leave_one_out", LEFT_OUT)])
-def test_group_advantages_by_hand(baseline: str, centred: list[list[float]]):
-    def ours(scale: str) -> Tensor:
-        return advantages.group_advantages(REWARDS, scale=scale, baseline=baseline)
+SCALES = ("group", "batch", "none", "mean")
+BY_NAME = [*SCALES, *(f"rloo:scale={scale}" for scale in SCALES[:3])]
 
+
+def group_advantages(text: str, rewards: Tensor = REWARDS, **options: Any) -> Tensor:
+    return Advantages.find(text)(rewards, **options)
+
+
+@pytest.mark.parametrize(("prefix", "centred"), [("", CENTRED), ("rloo:scale=", LEFT_OUT)])
+def test_group_advantages_by_hand(prefix: str, centred: list[list[float]]):
     divisors = {"none": (1, 1), "group": [std + EPSILON for std in GROUP_STD], "mean": (3, 10)}
     divisors["batch"] = [BATCH_STD + EPSILON] * 2
+    assert divisors.keys() == {*SCALES}
+    if prefix:
+        del divisors["mean"]  # of rewards that are not negative
     for scale, by_group in divisors.items():
         rows = zip(centred, by_group, strict=True)
-        close(ours(scale), [[value / divisor for value in row] for row, divisor in rows])
-    if baseline == "mean":
-        assert torch.equal(advantages.group_advantages(REWARDS), ours("group"))
-        # A large common reward costs no digits.
-        close(advantages.group_advantages(REWARDS.double() + 1e6), ours("group"))
+        ours = group_advantages(prefix + scale)
+        close(ours, [[value / divisor for value in row] for row, divisor in rows])
+        assert torch.equal(group_advantages(prefix + scale, REWARDS[None]), ours)
+    # A large common reward costs no digits.
+    in_group = prefix + "group"
+    close(group_advantages(in_group, REWARDS.double() + 1e6), group_advantages(in_group))
+
+
+def test_words_of_trl_name_scales_of_rloo_and_without_one_it_divides_by_nothing():
+    for text, same in (
+        ("rloo", "rloo:scale=none"),
+        ("rloo:scale=false", "rloo:scale=none"),
+        ("rloo:scale=true", "rloo:scale=group"),
+    ):
+        assert torch.equal(group_advantages(text), group_advantages(same))
 
 
 def test_objectives_are_normalised_one_by_one_by_hand():
@@ -63,19 +82,19 @@ def test_objectives_are_normalised_one_by_one_by_hand():
     first = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     second = torch.tensor([[0.0, 1.0], [5.0, 5.0]])
     unit = 0.5 / (math.sqrt(0.5) + EPSILON)
-    gdpo = Advantages.find(["gdpo"])
+    gdpo = Advantages.find("gdpo")
     ours = gdpo(torch.stack([first, second]), [1.0, 1.0])
     close(ours, [[-2 * unit, 2 * unit], [-unit, unit]])
     ours = gdpo(torch.stack([first, second]), [1.0, 0.5])
     close(ours, [[-1.5 * unit, 1.5 * unit], [-unit, unit]])
-    summed = advantages.group_advantages(first + second)  # GRPO tells them apart no more
+    summed = group_advantages("group", first + second)  # GRPO tells them apart no more
     assert (summed[0] - summed[1]).abs().max() < 1e-3
     alone = gdpo(REWARDS[None], [1.0])
-    assert torch.equal(alone, advantages.group_advantages(REWARDS))
+    assert torch.equal(alone, group_advantages("group"))
     # Objectives that cancel but for rounding teach nothing.
     by_function = REWARDS.expand(3, -1, -1)  # 0.1 + 0.2 - 0.3 is 2.8e-17, in float32 7e-9
     weights = [0.1, 0.2, -0.3]
-    terms = [w * advantages.group_advantages(REWARDS) for w in weights]
+    terms = [w * group_advantages("group") for w in weights]
     assert sum(terms, torch.zeros(2, 4)).any()
     assert not gdpo(by_function, weights).any()
     steps, ends = [[0.1 + 0.2], [0.3]], [[1], [0]]
@@ -87,13 +106,12 @@ def test_objectives_are_normalised_one_by_one_by_hand():
 ROUNDED = torch.tensor([[0.3, 0.3 + 3e-8, 0.3], [-0.8, -0.8, -0.8 + 6e-8]])
 
 
-@pytest.mark.parametrize("baseline", advantages.BASELINES)
-@pytest.mark.parametrize("scale", advantages.SCALES)
-def test_what_rounding_may_make_is_no_difference(scale: str, baseline: str):
+@pytest.mark.parametrize("text", BY_NAME)
+def test_what_rounding_may_make_is_no_difference(text: str):
     assert (ROUNDED[:, :1] != ROUNDED).any(1).all()
     ordinary = torch.tensor([[0.0, 0.0, 3e-8], [1.0, 1.0 + 1e-6, 2.0]])
     rewards = torch.cat([ROUNDED, ordinary]).abs()
-    ours = advantages.group_advantages(rewards, scale=scale, baseline=baseline)
+    ours = group_advantages(text, rewards)
     assert (ours[:2] == 0).all()
     assert ours[2:].any(1).all()
     assert ours[3, 0] != ours[3, 1]  # in a group that differs nothing is rounded off
@@ -102,20 +120,19 @@ def test_what_rounding_may_make_is_no_difference(scale: str, baseline: str):
     assert (ours[:2] == 0).all()
 
 
-def test_batch_scale_counts_the_prompts_of_all_ranks_that_are_counted():
-    whole = advantages.group_advantages(REWARDS, scale="batch")
+@pytest.mark.parametrize(("text", "centred"), [("batch", CENTRED), ("rloo:scale=batch", LEFT_OUT)])
+def test_batch_scale_counts_the_prompts_of_all_ranks_that_are_counted(text: str, centred: list):
+    whole = group_advantages(text)
     for rank in (0, 1):
         other = REWARDS[1 - rank].double()
         elsewhere = torch.stack([other.sum(), (other**2).sum(), torch.tensor(4.0).double()])
         all_reduce = mock.Mock(side_effect=lambda sums, elsewhere=elsewhere: sums + elsewhere)
-        ours = advantages.group_advantages(
-            REWARDS[rank : rank + 1], scale="batch", all_reduce=all_reduce
-        )
+        ours = group_advantages(text, REWARDS[rank : rank + 1], all_reduce=all_reduce)
         close(ours, whole[rank : rank + 1])
         all_reduce.assert_called_once()
     # Of the first group alone: mean 3, squared deviations 14, four rewards.
-    ours = advantages.group_advantages(REWARDS, scale="batch", counted=torch.tensor([True, False]))
-    close(ours[0], [value / (GROUP_STD[0] + EPSILON) for value in CENTRED[0]])
+    ours = group_advantages(text, counted=torch.tensor([True, False]))
+    close(ours[0], [value / (GROUP_STD[0] + EPSILON) for value in centred[0]])
 
 
 def test_normalise_globally_over_two_ranks_and_a_mask():
@@ -384,8 +401,8 @@ def test_unusable_options_are_refused_with_the_values_allowed():
         (lambda: sample(num_keep=5), "num_keep is 5.*between 1 and 4"),
         (lambda: sample(num_keep=0), "num_keep is 0.*between 1 and 4"),
         (lambda: sample(temperature=0.0), "temperature is 0.0"),
-        (lambda: advantages.group_advantages(REWARDS, baseline="min"), "'min'.*leave_one_out"),
-        (lambda: advantages.group_advantages(REWARDS[:, :1]), "num_generations is 1"),
+        (lambda: group_advantages("rloo:scale=mean"), "'mean'.*none.*group.*batch"),
+        (lambda: group_advantages("rloo:scale=min"), "'min'.*none.*group.*batch"),
     ]
     for call, message in refusals:
         with pytest.raises(ValueError, match=message):
@@ -394,6 +411,15 @@ def test_unusable_options_are_refused_with_the_values_allowed():
         advantages.rejection_sample(
             torch.tensor([[0.0, torch.nan]]), num_keep=1, temperature=1.0, method="rso", seed=0
         )
+
+
+@pytest.mark.parametrize("name", Advantages.built_in())
+def test_groups_of_one_completion_are_refused(name: str):
+    alone = REWARDS[:, :1]
+    for rewards in (alone, alone[None]):
+        with pytest.raises(ValueError, match="num_generations is 1; a group needs at least 2"):
+            group_advantages(name, rewards)
+    assert group_advantages(name, REWARDS[:, :2]).isfinite().all()
 
 
 def test_effective_sample_size_by_hand():

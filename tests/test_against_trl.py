@@ -18,8 +18,8 @@ from trl.experimental.cpo import CPOTrainer
 from assets.recipes.conformance.case import CASES, OurCase, compute
 from assets.recipes.conformance.trl_case import TrlCase
 from common import losses
-from common.advantages import group_advantages
 from common.forward import Policy
+from common.objectives.kinds import Advantages, PreferenceLoss
 from common.objectives.policy.sampler_weights import CORRECTIONS, sampler_weights
 from common.padding import padded_batch
 
@@ -44,6 +44,11 @@ INPUTS = {"logps": LOGPS, "ref_logps": REF, "old_logps": OLD, "sampled_logps": S
 INPUTS |= {"mask": MASK, "advantages": ADVANTAGES}
 
 
+def with_settings(name: str, settings: dict[str, float | str]) -> str:
+    """An objective as its flag has it."""
+    return f"{name}:{','.join(f'{setting}={value}' for setting, value in settings.items())}"
+
+
 def policy_case(ours: dict, trl: dict) -> dict:
     calls = {"this project": {"aggregate": {"aggregation": "grpo"}} | ours, "TRL": trl}
     names = ("logps", "old_logps", "sampled_logps", "advantages", "mask")
@@ -63,7 +68,7 @@ AGGREGATIONS: dict[str, dict] = {
 }
 GRPO = [
     policy_case(
-        {"objective": objective, "aggregate": aggregate} | clip,
+        {"objective": with_settings(objective, clip), "aggregate": aggregate},
         {"importance_sampling_level": level, "loss_type": name, "max_completion_length": 9} | clip,
     )
     for level, objective in (("token", "clip"), ("sequence", "gspo"))
@@ -73,23 +78,19 @@ GRPO = [
 TEMPERATURES = {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 1.5}
 FURTHER = [
     policy_case(
-        {"objective": name, "ratio_level": level} | ours,
+        {"objective": with_settings(name, ours | {"ratio_level": level}), "aggregate": aggregate},
         {"loss_type": name, "importance_sampling_level": level} | trl,
     )
     for level in losses.RATIO_LEVELS
-    for name, ours, trl in (
+    for name, ours, aggregate, trl in (
         # TRL's `epsilon_high` is the bound itself; ours, as the paper's, is its distance from 1.
-        (
-            "cispo",
-            {"epsilon_high": 0.28, "aggregate": AGGREGATIONS["dapo"]},
-            {"epsilon_high": 1.28},
-        ),
-        ("sapo", {"tau_pos": 0.5, "tau_neg": 1.5}, TEMPERATURES),
+        ("cispo", {"epsilon_high": 0.28}, AGGREGATIONS["dapo"], {"epsilon_high": 1.28}),
+        ("sapo", {"tau_pos": 0.5, "tau_neg": 1.5}, AGGREGATIONS["grpo"], TEMPERATURES),
     )
 ]
 # TRL compares with the sampler's log-probs, as DeepSeek-V3.2 does.
 MASKED = policy_case(
-    {"objective": "clip off_policy_mask", "threshold": 0.05},
+    {"objective": "clip off_policy_mask:threshold=0.05"},
     {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
 )
 # Of one pair or token alone: test_disagreements.py has the SFT term, and SAPO is in FURTHER.
@@ -124,24 +125,21 @@ def test_value_and_gradient_are_trls(case: dict):
         assert 0 < ((ours[1] == 0) & MASK).sum() < MASK.sum()
 
 
-PAIR_LENGTHS = dict(zip(("chosen_lengths", "rejected_lengths"), MASK.sum(1).chunk(2), strict=True))
-
-
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge", "simpo"])
 def test_losses_of_trls_cpo_are_ours_without_a_reference(loss_type: str):
     """Smoothing and the summed IPO, which TRL's DPO does not have, and SimPO, per pair."""
     leaf = LOGPS.clone().requires_grad_()
-    chosen, rejected = losses.masked_sum(leaf, MASK, dim=1).chunk(2)
-    of_trl, of_ours = (chosen, rejected), {}
-    if loss_type == "simpo":  # TRL wants log-probs per token, ours divides
-        of_trl = tuple(x / n for x, n in zip(of_trl, PAIR_LENGTHS.values(), strict=True))
-        of_ours = PAIR_LENGTHS | {"gamma": 0.5}
+    sums = losses.masked_sum(leaf, MASK, dim=1).view(2, -1).T  # (N, 2)
+    lengths = MASK.sum(1).view(2, -1).T
+    of_trl = sums / lengths if loss_type == "simpo" else sums  # TRL wants log-probs per token
     smoothing = 0.2 if loss_type in ("sigmoid", "simpo") else 0.0
-    shared = {"loss_type": loss_type, "beta": 0.7, "label_smoothing": smoothing}
-    no_reference = [torch.zeros_like(chosen)] * 2
-    ours = losses.preference_loss(chosen, rejected, *no_reference, **shared, **of_ours)
-    trainer = SimpleNamespace(**shared, alpha=0.0, simpo_gamma=0.5, accelerator=leaf)
-    trl = CPOTrainer.cpo_loss(trainer, *of_trl)[0]
+    settings = {"label_smoothing": smoothing} if smoothing else {}
+    settings |= {"gamma": 0.5} if loss_type == "simpo" else {}
+    objective = PreferenceLoss.find(with_settings(loss_type, settings))
+    ours = objective(sums, torch.zeros_like(sums), lengths, 0.7)
+    trainer = SimpleNamespace(loss_type=loss_type, beta=0.7, label_smoothing=smoothing)
+    vars(trainer).update(alpha=0.0, simpo_gamma=0.5, accelerator=leaf)
+    trl = CPOTrainer.cpo_loss(trainer, *of_trl.unbind(-1))[0]
     torch.testing.assert_close(ours, trl, rtol=1e-10, atol=1e-12)
     gradients = [torch.autograd.grad(x.mean(), leaf, retain_graph=True)[0] for x in (ours, trl)]
     assert gradients[1].abs().max() > 1e-4
@@ -154,7 +152,7 @@ def test_kl_in_the_reward_is_trls_rloo():
     k1 = losses.kl_estimate(logps, ref, estimator="k1").sum(dim=1)  # (B,): every token counts
     charged = rewards - 0.2 * k1.view_as(rewards)
     assert (charged - rewards).abs().max() > 0.1
-    ours = group_advantages(charged, scale="none", baseline="leave_one_out")
+    ours = Advantages.find("rloo")(charged)
     case = TrlCase(rewards=rewards, logps=logps, ref_model=SimpleNamespace(logps=ref))
     trl = case.rollout(is_rloo=True, beta=0.2)["advantages"]
     torch.testing.assert_close(ours.flatten(), trl, rtol=1e-5, atol=1e-5)

@@ -115,9 +115,9 @@ def test_the_sft_term_of_rpo_counts_every_pair_alike():
     mask = torch.arange(3) < torch.tensor([3, 1, 2, 2])[:, None]  # two chosen, two rejected
     logps = torch.tensor([[-1.0, -2, -3], [-5, 0, 0], [-1, -1, 0], [-2, -1, 0]]).double()
     expected = math.log(2) + 0.5 * ((1 + 2 + 3) / 3 + 5) / 2  # D is 0
-    objective = PreferenceLoss.find(["sigmoid", "sft"], beta=0.1)
+    objective = PreferenceLoss.find("sigmoid", "sft")
     sums, lengths = (values.view(2, 2).T for values in (logps.sum(1), mask.sum(1)))  # (N, 2)
-    close(objective(sums, sums, lengths, [1.0, 0.5]).mean(), expected)
+    close(objective(sums, sums, lengths, 0.1, [1.0, 0.5]).mean(), expected)
 
     def trl(rows: slice) -> Tensor:
         case = TrlCase(logps=logps[rows], ref_logps=logps[rows], mask=mask[rows])

@@ -9,6 +9,7 @@ mask, nor on how the optimiser step is cut into micro-batches. About `common.los
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common import losses
-from common.advantages import group_advantages, normalise_globally
-from common.objectives.kinds import PolicyObjective, PreferenceLoss
+from common.advantages import normalise_globally
+from common.objectives.kinds import Advantages, PolicyObjective, PreferenceLoss
 from common.objectives.policy.geometric_mask import geometric_mask
 from common.objectives.policy.off_policy_mask import off_policy_mask
 from common.objectives.policy.sampler_drift import sampler_drift
@@ -33,6 +34,19 @@ def close(value: Tensor, expected: object, tolerance: float = 1e-6) -> None:
     torch.testing.assert_close(
         value, torch.as_tensor(expected, dtype=value.dtype), rtol=tolerance, atol=tolerance
     )
+
+
+def preference_loss(text: str, logps: Sequence[Tensor], beta: float = 0.5) -> Tensor:
+    """Loss (N,) of log-probs (N,): chosen and rejected, then both under the reference."""
+    table = torch.stack([*logps], dim=-1)  # (N, 4)
+    return PreferenceLoss.find(text)(table[:, :2], table[:, 2:], torch.ones(len(table), 2), beta)
+
+
+def policy_loss(
+    text: str, logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of each token (B, C), and metrics, of a sampler that is the old policy."""
+    return PolicyObjective.find(text)(logps, old, old, advantages, mask)
 
 
 def test_sft_loss_by_hand_is_a_mean_over_tokens_and_ignores_padding():
@@ -85,11 +99,11 @@ LOGPS = tuple(
 def test_robust_loss_is_unbiased_under_flipped_labels_and_smoothing_is_not(flip_rate: float):
     chosen, rejected, ref_chosen, ref_rejected = LOGPS
     flipped = (rejected, chosen, ref_rejected, ref_chosen)
-    clean = losses.preference_loss(*LOGPS, beta=0.5)
+    clean = preference_loss("sigmoid", LOGPS)
 
     def mean_over_labels(loss_type: str) -> Tensor:
-        options = {"beta": 0.5, "loss_type": loss_type, "label_smoothing": flip_rate}
-        kept, swapped = (losses.preference_loss(*pair, **options) for pair in (LOGPS, flipped))
+        text = f"{loss_type}:label_smoothing={flip_rate}"
+        kept, swapped = (preference_loss(text, pairs) for pairs in (LOGPS, flipped))
         return (1 - flip_rate) * kept + flip_rate * swapped
 
     close(mean_over_labels("robust"), clean, 1e-5)
@@ -108,11 +122,8 @@ def test_each_loss_is_least_where_its_paper_says(loss_type: str, share: float):
     gaps = torch.linspace(-8, 8, 3201, dtype=torch.float64)
     zeros = torch.zeros_like(gaps)
     seen = share * (1 - rate) + (1 - share) * rate if loss_type == "robust" else share
-    options = {"label_smoothing": rate} if loss_type == "robust" else {}
-    kept, swapped = (
-        losses.preference_loss(d, zeros, zeros, zeros, beta=beta, loss_type=loss_type, **options)
-        for d in (gaps, -gaps)
-    )
+    text = f"robust:label_smoothing={rate}" if loss_type == "robust" else loss_type
+    kept, swapped = (preference_loss(text, [d, zeros, zeros, zeros], beta) for d in (gaps, -gaps))
     expected_loss = seen * kept + (1 - seen) * swapped
     log_odds = math.log(share / (1 - share))
     best = {"ipo": (share - 0.5) / beta, "hinge": math.copysign(1, share - 0.5) / beta}
@@ -122,6 +133,24 @@ def test_each_loss_is_least_where_its_paper_says(loss_type: str, share: float):
     else:
         least = gaps[expected_loss.argmin()].item()
         assert abs(least - best.get(loss_type, log_odds / beta)) <= 0.005
+
+
+PER_TOKEN = [name for name in PreferenceLoss.built_in() if PreferenceLoss.find(name).is_per_token]
+
+
+@pytest.mark.parametrize("loss_type", PreferenceLoss.built_in())
+def test_a_loss_per_token_is_that_of_means_and_the_others_know_no_lengths(loss_type: str):
+    assert {"ipo_mean", "sft", "sigmoid_norm", "simpo"} <= {*PER_TOKEN}
+    logps, ref_logps = torch.stack(LOGPS, dim=-1).split(2, dim=-1)  # (N, 2) each
+    lengths, ones = torch.tensor([[5, 7], [2, 4]]), torch.ones(2, 2)
+    loss = PreferenceLoss.find(loss_type)
+    ours = loss(logps, ref_logps, lengths, 0.5)
+    of_sums = loss(logps, ref_logps, ones, 0.5)
+    if loss_type in PER_TOKEN:
+        close(ours, loss(logps / lengths, ref_logps / lengths, ones, 0.5))
+        assert (ours - of_sums).abs().min() > 0.1
+    else:
+        assert torch.equal(ours, of_sums)
 
 
 VOCABULARY = 5
@@ -256,25 +285,25 @@ def test_drift_pulls_the_log_prob_back_to_that_of_the_sampler():
     close(logps.grad, [[-0.5, 0.0, 2.0, 0.0]])
 
 
-# ratio, advantage, options -> loss, d loss / d log pi (-ratio A where no bound is active)
+# ratio, advantage, objective -> loss, d loss / d log pi (-ratio A where no bound is active)
 CLIPPING = [
-    (1.1, 1.0, {}, -1.1, -1.1),
-    (1.5, 1.0, {}, -1.2, 0.0),
-    (1.5, -1.0, {}, 1.5, 1.5),
-    (0.5, 1.0, {}, -0.5, -0.5),
-    (0.5, -1.0, {}, 0.8, 0.0),
-    (1.25, 2.0, {"epsilon_high": 0.28}, -2.5, -2.5),
-    (1.3, 2.0, {"epsilon_high": 0.28}, -2.56, 0.0),
-    (0.75, -2.0, {"epsilon_high": 0.28}, 1.6, 0.0),
-    (0.75, -2.0, {"epsilon_low": 0.3}, 1.5, 1.5),
-    (0.6, -2.0, {"epsilon_low": 0.3}, 1.4, 0.0),
-    (1.25, 2.0, {"epsilon_low": 0.3}, -2.4, 0.0),
-    (2.5, -1.0, {"delta": 3.0}, 2.5, 2.5),
-    (4.0, -1.0, {"delta": 3.0}, 3.0, 0.0),
-    (4.0, -1.0, {}, 4.0, 4.0),
-    (4.0, 1.0, {"delta": 3.0}, -1.2, 0.0),
-    (0.5, -1.0, {"delta": 3.0}, 0.8, 0.0),
-    (4.0, 0.0, {"delta": 3.0}, 0.0, 0.0),
+    (1.1, 1.0, "clip", -1.1, -1.1),
+    (1.5, 1.0, "clip", -1.2, 0.0),
+    (1.5, -1.0, "clip", 1.5, 1.5),
+    (0.5, 1.0, "clip", -0.5, -0.5),
+    (0.5, -1.0, "clip", 0.8, 0.0),
+    (1.25, 2.0, "clip:epsilon_high=0.28", -2.5, -2.5),
+    (1.3, 2.0, "clip:epsilon_high=0.28", -2.56, 0.0),
+    (0.75, -2.0, "clip:epsilon_high=0.28", 1.6, 0.0),
+    (0.75, -2.0, "clip:epsilon_low=0.3", 1.5, 1.5),
+    (0.6, -2.0, "clip:epsilon_low=0.3", 1.4, 0.0),
+    (1.25, 2.0, "clip:epsilon_low=0.3", -2.4, 0.0),
+    (2.5, -1.0, "clip:delta=3.0", 2.5, 2.5),
+    (4.0, -1.0, "clip:delta=3.0", 3.0, 0.0),
+    (4.0, -1.0, "clip", 4.0, 4.0),
+    (4.0, 1.0, "clip:delta=3.0", -1.2, 0.0),
+    (0.5, -1.0, "clip:delta=3.0", 0.8, 0.0),
+    (4.0, 0.0, "clip:delta=3.0", 0.0, 0.0),
 ]
 
 
@@ -299,68 +328,62 @@ SAPO = [
     (1.7, 0.0, 0.0, 0.0),
 ]
 
-# pi, mu, advantage, options -> weight of -A log pi. The bounds are on pi - mu, not on pi / mu.
+# pi, mu, advantage, objective -> weight of -A log pi. The bounds are on pi - mu, not on pi / mu.
 DPPO = [
-    (0.75, 0.5, 1.0, {}, 0.0),  # has risen by more than 0.2
-    (0.75, 0.5, -1.0, {}, 1.5),
-    (0.25, 0.5, -1.0, {}, 0.0),  # has fallen by more than 0.2
-    (0.25, 0.5, 1.0, {}, 0.5),
-    (0.75, 0.5, 1.0, {"epsilon_high": 0.3}, 1.5),
-    (0.25, 0.5, -1.0, {"epsilon_high": 0.3}, 0.0),
-    (0.25, 0.5, -1.0, {"epsilon_low": 0.3}, 0.5),
-    (0.1, 0.001, 1.0, {}, 100.0),  # a rare token, which every clip of the ratio stops
-    (0.1, 0.001, 1.0, {"delta": 20.0}, 20.0),
-    (0.1, 0.001, -1.0, {"delta": 20.0}, 20.0),
-    (0.75, 0.5, 1.0, {"delta": 20.0}, 0.0),
+    (0.75, 0.5, 1.0, "dppo", 0.0),  # has risen by more than 0.2
+    (0.75, 0.5, -1.0, "dppo", 1.5),
+    (0.25, 0.5, -1.0, "dppo", 0.0),  # has fallen by more than 0.2
+    (0.25, 0.5, 1.0, "dppo", 0.5),
+    (0.75, 0.5, 1.0, "dppo:epsilon_high=0.3", 1.5),
+    (0.25, 0.5, -1.0, "dppo:epsilon_high=0.3", 0.0),
+    (0.25, 0.5, -1.0, "dppo:epsilon_low=0.3", 0.5),
+    (0.1, 0.001, 1.0, "dppo", 100.0),  # a rare token, which every clip of the ratio stops
+    (0.1, 0.001, 1.0, "dppo:delta=20.0", 20.0),
+    (0.1, 0.001, -1.0, "dppo:delta=20.0", 20.0),
+    (0.75, 0.5, 1.0, "dppo:delta=20.0", 0.0),
 ]
 
-# log mu, ratio, advantage, loss, d loss / d log pi, whether it is clipped, options
+# log mu, ratio, advantage, loss, d loss / d log pi, whether it is clipped, objective
 BY_HAND = [  # clipped tokens are those without a gradient that have an advantage
-    *((-1.3, r, a, loss, d, d == 0 and a != 0, o) for r, a, o, loss, d in CLIPPING),
-    *((-1.3, *case, case[0] > 1.2, {"name": "cispo"}) for case in CISPO),
-    *((-1.3, *case, False, {"name": "sapo", "tau_pos": 1.0, "tau_neg": 2.0}) for case in SAPO),
+    *((-1.3, r, a, loss, d, d == 0 and a != 0, text) for r, a, text, loss, d in CLIPPING),
+    *((-1.3, *case, case[0] > 1.2, "cispo") for case in CISPO),
+    *((-1.3, *case, False, "sapo:tau_pos=1,tau_neg=2") for case in SAPO),
     *(
-        (math.log(mu), p / mu, a, -a * w * math.log(p), -a * w, w != pytest.approx(p / mu))
-        + (o | {"name": "dppo"},)
-        for p, mu, a, o, w in DPPO
+        (math.log(mu), p / mu, a, -a * w * math.log(p), -a * w, w != pytest.approx(p / mu), text)
+        for p, mu, a, text, w in DPPO
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("old_logp", "ratio", "advantage", "loss", "slope", "is_clipped", "options"), BY_HAND
+    ("old_logp", "ratio", "advantage", "loss", "slope", "is_clipped", "objective"), BY_HAND
 )
-def test_an_objective_by_hand(old_logp, ratio, advantage, loss, slope, is_clipped, options):
+def test_an_objective_by_hand(old_logp, ratio, advantage, loss, slope, is_clipped, objective):
     """One token with log pi = old + log ratio, and one under the mask."""
     mask = torch.tensor([[True, False]])
     old = torch.tensor([[old_logp, torch.nan]])
     logps = torch.tensor([[old_logp + math.log(ratio), 0.0]], requires_grad=True)
-    settings = {name: value for name, value in options.items() if name != "name"}
-    objective = PolicyObjective.find([name := options.get("name", "clip")], **settings)
-    ours, metrics = objective(logps, old, old, torch.tensor([advantage]), mask)
+    ours, metrics = policy_loss(objective, logps, old, torch.tensor([advantage]), mask)
     close(ours, [[loss, 0.0]])
     ours.sum().backward()
     close(logps.grad, [[slope, 0.0]])
-    if name != "sapo":  # which has no bound
+    if not objective.startswith("sapo"):  # which has no bound
         assert metrics["clip_fraction"].tolist() == [[is_clipped, False]]
-
-
-def clipped_tokens(
-    name: str, logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **settings: float
-) -> Tensor:
-    objective = PolicyObjective.find([name], **settings)
-    return objective(logps, old, old, advantages, mask)[1]["clip_fraction"]
 
 
 def test_a_token_without_advantage_up_to_rounding_is_not_clipped():
     # The second reward of each group is its mean, which float32 misses; the last group is flat.
     rewards = torch.tensor([[0.1, 0.2, 0.3], [5.1, 5.3, 5.5], [1.0, 1.0, 1.0]])
-    in_group, everywhere = group_advantages(rewards), torch.ones(3, 3, dtype=torch.bool)
+    in_group, everywhere = Advantages.find("group")(rewards), torch.ones(3, 3, dtype=torch.bool)
     for advantages in (in_group, normalise_globally(in_group, everywhere, lambda sums: sums)):
         assert bool((advantages[:2, 1] != 0).all())
         terms = (torch.full((9, 1), 1.0), torch.zeros(9, 1), advantages.flatten())
-        clipped = clipped_tokens("clip", *terms, torch.ones(9, 1, dtype=torch.bool))
-        assert clipped.flatten().nonzero().flatten().tolist() == [2, 5]
+        _, metrics = policy_loss("clip", *terms, torch.ones(9, 1, dtype=torch.bool))
+        assert metrics["clip_fraction"].flatten().nonzero().flatten().tolist() == [2, 5]
+
+
+SEQUENCE_CLIP = "gspo:epsilon_low=0.2,epsilon_high=0.2"  # with the bounds of `clip`
+BY_LEVEL = ("clip", SEQUENCE_CLIP)
 
 
 def test_the_clip_acts_on_the_ratio_of_each_level():
@@ -369,26 +392,27 @@ def test_the_clip_acts_on_the_ratio_of_each_level():
     mask = torch.tensor([[True, True, False], [True, True, False]])
     old, ones = torch.full((2, 3), -6.0), torch.ones(2)
     terms = (old + log_ratio, old)
-    token = clipped_tokens("clip", *terms, ones, mask)
-    assert token.tolist() == [[True, False, False], [False, False, False]]
-    sequence = clipped_tokens("gspo", *terms, ones, mask)
-    assert sequence.tolist() == [[True, True, False], [False, False, False]]
-    bounds = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+
+    def clipped(text: str, advantages: Tensor) -> list[list[bool]]:
+        return policy_loss(text, *terms, advantages, mask)[1]["clip_fraction"].tolist()
+
+    assert clipped("clip", ones) == [[True, False, False], [False, False, False]]
+    assert clipped("gspo", ones) == [[True, True, False], [False, False, False]]
     for delta, expected in ((math.inf, False), (1.9, True), (2.1, False)):
-        capped = clipped_tokens("gspo", *terms, -ones, mask, delta=delta, **bounds)
-        assert capped[0].tolist() == [expected, expected, False]
-    by_level = [losses.policy_loss(*terms, -ones, mask, ratio_level=x) for x in losses.RATIO_LEVELS]
+        capped = clipped(f"{SEQUENCE_CLIP},delta={delta}", -ones)
+        assert capped[0] == [expected, expected, False]
+    by_level = [policy_loss(text, *terms, -ones, mask)[0] for text in BY_LEVEL]
     close(torch.stack(by_level)[:, 0], [[4.0, 1.0, 0.0], [2.0, 2.0, 0.0]])
-    gain = losses.policy_loss(*terms, ones, mask, ratio_level="sequence")
+    gain, _ = policy_loss(SEQUENCE_CLIP, *terms, ones, mask)
     close(gain[0], [-1.2, -1.2, 0.0])
 
 
 def test_token_advantages_are_used_token_by_token():
     advantages = torch.tensor([[1.0, -2.0, 3.0]])
     mask = torch.ones(1, 3, dtype=torch.bool)
-    for level in losses.RATIO_LEVELS:
+    for text in BY_LEVEL:
         logps = torch.zeros(1, 3, requires_grad=True)
-        loss = losses.policy_loss(logps, logps, advantages, mask, ratio_level=level)
+        loss, _ = policy_loss(text, logps, logps, advantages, mask)
         close(loss, [[-1.0, 2.0, -3.0]])
         loss.sum().backward()
         close(logps.grad, [[-1.0, 2.0, -3.0]])
@@ -398,9 +422,9 @@ def test_nothing_under_the_mask_reaches_value_or_gradient():
     logps = torch.tensor([[-1.0, -1.0], [0.0, -torch.inf]], requires_grad=True)
     old = torch.tensor([[-1.0, -500.0], [-torch.inf, torch.nan]])
     mask = torch.tensor([[True, False], [False, False]])
-    for level in losses.RATIO_LEVELS:
+    for text in BY_LEVEL:
         logps.grad = None
-        per_token = losses.policy_loss(logps, old, torch.ones(2), mask, ratio_level=level)
+        per_token, _ = policy_loss(text, logps, old, torch.ones(2), mask)
         close(per_token, [[-1.0, 0.0], [0.0, 0.0]])
         losses.aggregate(per_token, mask).backward()
         close(logps.grad, [[-0.5, 0.0], [0.0, 0.0]])
@@ -455,30 +479,35 @@ def test_nothing_to_count_is_zero_and_has_a_zero_gradient(aggregation: str):
     close(per_token.grad, torch.zeros(2, 3))
 
 
+OBJECTIVES = ("clip", "gspo", "cispo", "sapo", "dppo")
+
+
 def test_half_precision_is_raised_to_float32():
     half, mask = torch.full((2, 3), -1.0, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bool)
     row = half[:, 0]
     results = [
         losses.sft_loss(half, mask, num_tokens=6),
         losses.bradley_terry_loss(row, row),
-        losses.preference_loss(row, row, row, row, beta=0.1),
         losses.kl_estimate(half, half),
-        losses.policy_loss(half, half, row, mask),
         losses.aggregate(half, mask),
+        *(preference_loss(name, [row] * 4) for name in PreferenceLoss.built_in()),
+        *(policy_loss(text, half, half, row, mask)[0] for text in OBJECTIVES),
     ]
     assert {result.dtype for result in results} == {torch.float32}
 
 
 def test_unusable_options_are_refused_with_the_values_allowed():
     logps, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    pair = [torch.zeros(1)] * 4
-    preference = functools.partial(losses.preference_loss, *pair, beta=0.1)
-    policy = functools.partial(losses.policy_loss, logps, logps, logps, mask)
+    preference = functools.partial(preference_loss, logps=[torch.zeros(1)] * 4)
+    policy = functools.partial(
+        policy_loss, logps=logps, old=logps, advantages=torch.ones(1), mask=mask
+    )
     refusals = [
-        (lambda: preference(loss_type="dpo"), "'dpo'.*sigmoid"),
-        (lambda: preference(label_smoothing=0.5), "0.5 but must lie"),
+        (lambda: preference("dpo"), "'dpo'.*sigmoid"),
         (lambda: losses.kl_estimate(logps, logps, estimator="k4"), "'k4'.*k1, k2, k3"),
-        (lambda: policy(ratio_level="word"), "'word'.*token, sequence"),
+        (lambda: policy("cispo:ratio_level=word"), "'word'.*token, sequence"),
+        (lambda: policy("sapo:ratio_level=word"), "'word'.*token, sequence"),
+        (lambda: policy("clip:delta=1.2"), "delta is 1.2 but must exceed"),
         (
             lambda: sampler_weights(logps, logps, logps, mask, correction="tis", cap=2.0),
             "'tis'.*token_truncate",
@@ -488,11 +517,27 @@ def test_unusable_options_are_refused_with_the_values_allowed():
     for call, message in refusals:
         with pytest.raises(ValueError, match=message):
             call()
-    per_token = [n for n in PreferenceLoss.built_in() if PreferenceLoss.find([n]).is_per_token]
-    assert {"ipo_mean", "sft", "sigmoid_norm", "simpo"} <= {*per_token}
-    for loss_type in per_token:
-        with pytest.raises(AssertionError, match="lengths"):
-            losses.preference_loss(*LOGPS, beta=0.5, loss_type=loss_type)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "robust", "simpo", "sigmoid_norm"])
+def test_a_share_of_wrong_labels_that_is_no_minority_is_refused(loss_type: str):
+    for share in (0.5, -0.1):
+        with pytest.raises(ValueError, match=f"label_smoothing is {share} but must lie in"):
+            preference_loss(f"{loss_type}:label_smoothing={share}", LOGPS)
+    assert preference_loss(f"{loss_type}:label_smoothing=0.49", LOGPS).isfinite().all()
+
+
+BOUNDS = [(name, bound) for name in ("clip", "gspo", "dppo") for bound in ("low", "high")]
+
+
+@pytest.mark.parametrize(("objective", "bound"), [*BOUNDS, ("cispo", "high")])
+def test_a_bound_below_0_is_refused(objective: str, bound: str):
+    logps, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    terms = (logps, logps, torch.ones(1), mask)
+    with pytest.raises(ValueError, match=rf"epsilon_{bound} is -0\.1 but must be at least 0"):
+        policy_loss(f"{objective}:epsilon_{bound}=-0.1", *terms)
+    loss, _ = policy_loss(f"{objective}:epsilon_{bound}=0", *terms)
+    assert loss.isfinite().all()
 
 
 @pytest.mark.parametrize("gap", [100.0, -200.0, 1e6])

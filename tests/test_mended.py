@@ -219,8 +219,8 @@ MENDED = (
         "checkpoint/test_faults.py::test_an_objective_that_raises_in_a_step_costs_none",
     ),
     (
-        "One setting of an objective on the command line set the recipe's others back.",
-        "objectives/test_objectives.py::test_objective_args_of_a_command_line_leave_the_recipe_s_others",
+        "What a command line replaced of a recipe's settings had rules of its own, one wrong.",
+        "objectives/test_objectives.py::test_a_command_line_s_objective_replaces_the_recipe_s_with_all_settings",
     ),
     (
         "Flags that are not finite trained and exported infinite weights.",

@@ -84,9 +84,9 @@ OF_STAGE: dict[str, Flags] = {
 OFF_POLICY: Flags = {"num_iterations": 2}  # the ratio leaves 1
 
 
-def behind(name: str, *arguments: str) -> Flags:
+def behind(name: str) -> Flags:
     """The clip, and a file that changes its loss."""
-    return {"policy_objective": ["clip", name], "objective_args": [*arguments]}
+    return {"policy_objective": ["clip", name]}
 
 
 MANY: Flags = {"num_candidates": 5}
@@ -105,13 +105,13 @@ VARIANTS: dict[str, list[Flags]] = {
     ],
     "dpo": [
         {},
-        {"label_smoothing": 0.1},
+        {"loss_type": ["sigmoid:label_smoothing=0.1"]},
         {"loss_type": ["sigmoid_norm"], "beta": 2.0},
-        {"loss_type": ["robust"], "label_smoothing": 0.1},
+        {"loss_type": ["robust:label_smoothing=0.1"]},
         {"loss_type": ["ipo"]},
         {"loss_type": ["ipo_mean"], "beta": 2.0},
         {"loss_type": ["hinge"]},
-        {"loss_type": ["simpo"], "beta": 2.0, "objective_args": ["gamma=0.5"]},
+        {"loss_type": ["simpo:gamma=0.5"], "beta": 2.0},
         {"loss_type": ["sigmoid", "ipo", "hinge"], "loss_weights": [1.0, 0.02, 0.5]},
         {"reference_free": True},
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
@@ -124,21 +124,21 @@ VARIANTS: dict[str, list[Flags]] = {
         OFF_POLICY,
         {"num_minibatches": 2},
         {**OFF_POLICY, "num_minibatches": 2},
-        {**OFF_POLICY, "policy_objective": "cispo", "epsilon_high": 0.01},
+        {**OFF_POLICY, "policy_objective": "cispo:epsilon_high=0.01"},
         {**OFF_POLICY, "policy_objective": "sapo"},
-        {**OFF_POLICY, "policy_objective": "sapo", "objective_args": ["tau_pos=5"]},
-        {**OFF_POLICY, "policy_objective": "sapo", "objective_args": ["tau_neg=5"]},
-        {**OFF_POLICY, "policy_objective": "dppo", "epsilon_low": 1e-3, "epsilon_high": 1e-3},
-        {**OFF_POLICY, **behind("off_policy_mask", "threshold=1e-3")},
-        {**OFF_POLICY, **behind("sampler_drift", "coef=0.1")},
-        {**OFF_POLICY, "policy_objective": "gspo", "epsilon_low": 0.01, "epsilon_high": 0.2},
-        {**OFF_POLICY, "epsilon_low": 0.01, "epsilon_high": 0.02},
-        {**OFF_POLICY, "epsilon_high": 0.01, "objective_args": ["delta=1.02"]},
+        {**OFF_POLICY, "policy_objective": "sapo:tau_pos=5"},
+        {**OFF_POLICY, "policy_objective": "sapo:tau_neg=5"},
+        {**OFF_POLICY, "policy_objective": "dppo:epsilon_low=1e-3,epsilon_high=1e-3"},
+        {**OFF_POLICY, **behind("off_policy_mask:threshold=1e-3")},
+        {**OFF_POLICY, **behind("sampler_drift:coef=0.1")},
+        {**OFF_POLICY, "policy_objective": "gspo:epsilon_low=0.01,epsilon_high=0.2"},
+        {**OFF_POLICY, "policy_objective": "clip:epsilon_low=0.01,epsilon_high=0.02"},
+        {**OFF_POLICY, "policy_objective": "clip:epsilon_high=0.01,delta=1.02"},
         *({"aggregation": name} for name in AGGREGATIONS if name != "grpo"),
-        {"scale_rewards": "batch"},
-        {"scale_rewards": "none"},
-        {"scale_rewards": "mean", "missing_eos_penalty": 0.0},
-        {"advantages": "rloo", "scale_rewards": "group"},
+        {"advantages": "batch"},
+        {"advantages": "none"},
+        {"advantages": "mean", "missing_eos_penalty": 0.0},
+        {"advantages": "rloo:scale=group"},
         {"penalize_missing_eos": False},
         {"normalize_globally": True},
         {"kl_estimator": "k2"},
@@ -151,10 +151,10 @@ VARIANTS: dict[str, list[Flags]] = {
         {"zero_variance": "resample"},
         {"mask_truncated_completions": True},
         {"reward_funcs": ["LETTERS", "overlong:2-8"]},
-        *(behind("sampler_weights", f"correction={name}") for name in CORRECTIONS),
+        *(behind(f"sampler_weights:correction={name}") for name in CORRECTIONS),
         behind("geometric_mask"),
-        behind("sampler_weights", "correction=token_mask", "cap=1.5"),
-        behind("geometric_mask", "low=0.99"),
+        behind("sampler_weights:correction=token_mask,cap=1.5"),
+        behind("geometric_mask:low=0.99"),
         MANY,
         {**MANY, "baseline": "kept", "rejection_temperature": 0.2},
         {**MANY, "rejection_method": "gumbel"},

@@ -18,10 +18,6 @@ from common.errors import UserError, hint
 AUTO = "auto"
 SMALLEST_TEMPERATURE = 1e-6  # logits are divided by it
 WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # see `operator`
-OBJECTIVE_ARGS = (
-    "settings of objectives, as NAME=VALUE (their list: --help behind a name); a recipe's others "
-    "stay"
-)
 SPEED = "speed, memory and sharding: none but bf16 changes a loss"
 WATCHING = "logging, evaluation, checkpoints"
 

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from common.advantages import REJECTION_METHODS, SCALES
+from common.advantages import REJECTION_METHODS
 from common.config.engine import EngineConfig
 from common.config.flags import (
-    OBJECTIVE_ARGS,
     SMALLEST_TEMPERATURE,
     FrozenFlags,
     SampleTableFlags,
@@ -16,13 +15,9 @@ from common.config.flags import (
 )
 from common.config.stages import TrainConfig
 from common.losses import AGGREGATIONS
-
-if TYPE_CHECKING:
-    from common.objectives.find import Objective
-    from common.objectives.kinds import Advantages, PolicyObjective
+from common.objectives.kinds import Advantages, PolicyObjective
 
 DISTINCT = "_distinct"  # end of a rejection method
-BOUNDS = ("epsilon_low", "epsilon_high")  # settings of policy objectives that are flags
 
 
 @dataclass
@@ -30,6 +25,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     """Rows have the column `prompt`; any other column reaches the reward functions."""
 
     stage: ClassVar = "GRPO"
+    objective_kinds: ClassVar = (PolicyObjective, Advantages)
 
     _rollouts: ClassVar = "rollouts: batch_size prompts per step"
     num_generations: int = flag(8, "completions of a prompt that are trained on", ge=2)
@@ -62,15 +58,10 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     )
     baseline: str = flag("all", "mean over all candidates or the kept ones", ["all", "kept"])
     advantages: str = path_flag(
-        "",
-        "a file of common/objectives/advantages or file.py:function (your file is run as code; "
-        "empty: scale_rewards, or group)",
-    )
-    scale_rewards: str = flag(
-        "",
-        "TRL's word for these advantages: group, batch, none or mean (MaxRL); of rloo, what it is "
-        "divided by (empty: nothing)",
-        ["", *SCALES],
+        "group",
+        "a file of common/objectives/advantages or file.py:function (your file is run as code), "
+        "with settings behind a colon, as rloo:scale=group",
+        required=True,
     )
     normalize_globally: bool = flag(False, "normalise kept advantages again, over all ranks")
     zero_variance: str = flag(
@@ -95,13 +86,11 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     num_minibatches: int = flag(1, "updates in a pass, each on its share of the prompts", gt=0)
     policy_objective: list[str] = path_flag(
         ["clip"],
-        "a file of common/objectives/policy or file.py:function (your file is run as code); behind "
-        "it files that change its loss, as sampler_weights",
+        "a file of common/objectives/policy or file.py:function (your file is run as code), with "
+        "settings behind a colon, as clip:epsilon_low=0.2,epsilon_high=0.28; behind it files that "
+        "change its loss, as sampler_weights:cap=2",
         required=True,
     )
-    objective_args: list[str] = flag([], OBJECTIVE_ARGS)
-    epsilon_low: float = flag(-1.0, "clip the ratio below 1 - it (-1: objective's default)", ge=-1)
-    epsilon_high: float = flag(-1.0, "clip the ratio above 1 + it (-1: as above)", ge=-1)
     aggregation: str = flag(
         "grpo",
         "grpo: mean per completion, then over completions; token: over all tokens (DAPO); "
@@ -126,8 +115,6 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
 
     def __post_init__(self) -> None:
         """Refuse values that no GRPO run may have."""
-        from common.objectives.find import as_arguments, merged
-
         super().__post_init__()
         self.num_candidates = self.num_candidates or self.num_generations
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
@@ -141,37 +128,14 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
             raise self.refused("ref_update_steps", "0 with --lora_r: only whole models move")
         if self.num_minibatches > self.batch_size:
             raise self.refused("num_minibatches", f"at most --batch_size, {self.batch_size}")
-        self.advantages = self.advantages or self.scale_rewards or "group"
-        if self.advantages == self.scale_rewards:
-            self.scale_rewards = ""
-        for name in BOUNDS:
-            if -1 < getattr(self, name) < 0:
-                raise self.refused(name, "at least 0, or -1")
-        bounds, scale = self.objective.settings, self.advantage_function.settings
-        settings = merged([bounds, scale])
-        self.epsilon_low, self.epsilon_high = (bounds.get(name, -1.0) for name in BOUNDS)
-        self.scale_rewards = scale.get("scale_rewards", "")
-        flags = [name for kind in self.objective_kinds() for name in kind.flags]
-        self.objective_args = as_arguments({n: settings[n] for n in settings if n not in flags})
         refuse_objective(self)
         if self.has_kl_in_reward:
             refuse_kl_in_reward(self)
 
-    @staticmethod
-    def objective_kinds() -> "list[type[Objective]]":
-        """The kinds of objectives of this stage."""
-        from common.objectives.kinds import Advantages, PolicyObjective
-
-        return [PolicyObjective, Advantages]
-
     @property
-    def objective(self) -> "PolicyObjective":
+    def objective(self) -> PolicyObjective:
         """The policy objective with its settings."""
-        from common.objectives.kinds import Advantages, PolicyObjective
-
-        bounds = {name: getattr(self, name) for name in BOUNDS if getattr(self, name) >= 0}
-        others = [*Advantages.find([self.advantages]).settings]
-        return PolicyObjective.find(self.policy_objective, self.objective_args, others, **bounds)
+        return PolicyObjective.find(*self.policy_objective)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -179,13 +143,9 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
     @property
-    def advantage_function(self) -> "Advantages":
+    def advantage_function(self) -> Advantages:
         """The function of advantages with its settings."""
-        from common.objectives.kinds import Advantages, PolicyObjective
-
-        scale = {"scale_rewards": self.scale_rewards} if self.scale_rewards else {}
-        others = [*PolicyObjective.find(self.policy_objective).settings]
-        return Advantages.find([self.advantages], self.objective_args, others, **scale)
+        return Advantages.find(self.advantages)
 
     @property
     def is_by_function(self) -> bool:

@@ -16,7 +16,6 @@ OTHER_NAMES = {
     "cpu_offload shard_gradients": "fsdp_config",
     "dataset_test_split": "do_eval test_split_size",
     "ddp_timeout": "vllm_server_timeout",
-    "epsilon_low epsilon_high": "epsilon",
     "eval_steps": "eval_strategy evaluation_strategy",
     "generation_batch_size": "generation_cache_tokens",
     "gradient_checkpointing": "activation_checkpointing activation_offloading",
@@ -27,7 +26,6 @@ OTHER_NAMES = {
     "lora_alpha": "use_rslora",
     "lora_r": "use_peft",
     "loss_type loss_weights": "rpo_alpha sft_weight",
-    "loss_type objective_args": "gamma",
     "max_completion_length": "max_target_length",
     "max_prompt_length max_completion_length": "max_length max_seq_length vllm_max_model_length",
     "micro_batch_tokens": "auto_find_batch_size per_device_eval_batch_size "
@@ -37,11 +35,6 @@ OTHER_NAMES = {
     "num_replicas": "parallelism_config",
     "num_sample_prompts": "num_completions_to_print log_unique_prompts",
     "output_dir": "logging_dir",
-    "policy_objective objective_args": "delta importance_sampling_level off_policy_mask_threshold "
-    "ratio_level sampler_correction sampler_correction_cap sampler_correction_floor "
-    "sampler_drift_coef sapo_temperature_neg sapo_temperature_pos vllm_importance_sampling_cap "
-    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-    "vllm_importance_sampling_correction vllm_importance_sampling_mode",
     "prompt_truncation": "truncation_mode prompt_cue",
     "ref_mixup_alpha": "ref_model_mixup_alpha",
     "ref_update_steps": "sync_ref_model ref_model_sync_steps",
@@ -57,6 +50,36 @@ OTHER_NAMES = {
     "tokenizer_name_or_path": "chat_template_path",
     "warmup_steps": "warmup_ratio",
 }
+# The same for settings of objectives, which stand behind a name: what to write for a flag, or for
+# one of its values; another value takes the place of {}, and a semicolon parts what stages write
+SETTINGS = {
+    "delta": "--policy_objective clip:delta={}",
+    "epsilon": "--policy_objective clip:epsilon_low={},epsilon_high={}",
+    "epsilon_high": "--policy_objective clip:epsilon_high={}",
+    "epsilon_low": "--policy_objective clip:epsilon_low={}",
+    "gamma": "--loss_type simpo:gamma={}",
+    "importance_sampling_level=token": "--policy_objective clip",
+    "importance_sampling_level": "--policy_objective gspo:epsilon_low=0.2,epsilon_high=0.2",
+    "label_smoothing": "--loss_type sigmoid:label_smoothing={}",
+    "objective_args": "--policy_objective NAME:{};--loss_type NAME:{}",
+    "off_policy_mask_threshold": "--policy_objective clip off_policy_mask:threshold={}",
+    "ratio_level": "--policy_objective cispo:ratio_level={}",
+    "sampler_correction": "--policy_objective clip sampler_weights:correction={}",
+    "sampler_correction_cap": "--policy_objective clip sampler_weights:cap={}",
+    "sampler_correction_floor": "--policy_objective clip sampler_weights:floor={}",
+    "sampler_drift_coef": "--policy_objective clip sampler_drift:coef={}",
+    "sapo_temperature_neg": "--policy_objective sapo:tau_neg={}",
+    "sapo_temperature_pos": "--policy_objective sapo:tau_pos={}",
+    "scale_rewards=false": "--advantages none",
+    "scale_rewards=true": "--advantages group",
+    "scale_rewards": "--advantages {}",
+    "vllm_importance_sampling_cap": "--policy_objective clip sampler_weights:cap={}",
+    "vllm_importance_sampling_clip_max": "--policy_objective clip sampler_weights:cap={}",
+    "vllm_importance_sampling_clip_min": "--policy_objective clip sampler_weights:floor={}",
+    "vllm_importance_sampling_correction=false": "--policy_objective clip",
+    "vllm_importance_sampling_correction": "--policy_objective clip sampler_weights",
+    "vllm_importance_sampling_mode": "--policy_objective clip sampler_weights:correction={}",
+}
 PAGES = "see --help; docs/from-trl.md has TRL's flags, and CHANGELOG.md those that are gone"
 
 
@@ -66,14 +89,28 @@ def counterparts(name: str, flags: Sequence[str]) -> list[str]:
     return next((ours for ours in lists if {*ours} <= {*flags}), [])
 
 
-def answer(words: Sequence[Any], flags: Sequence[str]) -> str:
+def instead(name: str, value: str, flags: Sequence[str]) -> str:
+    """What to write for a setting of objectives that was given as a flag; empty if it is none.
+
+    >>> instead("epsilon_high", "0.28", ["policy_objective"])
+    '--policy_objective clip:epsilon_high=0.28'
+    """
+    texts = SETTINGS.get(f"{name}={value.lower()}", SETTINGS.get(name, ""))
+    fitting = [text for text in texts.split(";") if text[2:].partition(" ")[0] in flags]
+    return fitting[0].replace("{}", value or "VALUE") if fitting else ""
+
+
+def answer(words: Sequence[Any], flags: Sequence[str], value: str = "") -> str:
     """Unknown flags or keys as the end of the sentence that refuses them, the first answered.
 
-    The words are as they were given, with dashes and value or without.
+    The words are as they were given, with dashes and value or without; the `value` is the first's.
     """
     word, others = words[0], ", ".join(str(word).partition("=")[0] for word in words[1:])
-    name = str(word).lstrip("-").partition("=")[0].replace("-", "_")
-    if ours := counterparts(name, flags):
+    name, _, behind = str(word).lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    if written := instead(name, behind or value, flags):
+        advice = f": write {written}; settings stand behind an objective's name"
+    elif ours := counterparts(name, flags):
         here = " and ".join(f"--{flag}" for flag in ours)
         advice = f": {name} is {here} here, see docs/from-trl.md and CHANGELOG.md"
     elif name.endswith((".yaml", ".yml")):

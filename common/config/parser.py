@@ -8,6 +8,7 @@ place is refused.
 import argparse
 import dataclasses
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -50,19 +51,18 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     for name, f in fields.items():
         add_flag(groups[titles[name]], f)
     given = vars(parser.parse_known_args([word for word in argv if word not in HELP])[0])
-    kinds: Sequence[Any] = getattr(cls, "objective_kinds", list)()
     recipe = read_recipe(given["config"]) if "config" in given else {}
     if {*HELP} & {*argv}:
-        parser.epilog = describe_objectives(kinds, recipe | given)
-    words = recipe_arguments(recipe, fields, given, kinds)
+        parser.epilog = describe_objectives(getattr(cls, "objective_kinds", ()), recipe | given)
+    words = recipe_arguments(given.get("config", ""), recipe, fields)
     arguments, strays = parser.parse_known_args([*words, *argv])
     if strays:
         others = [word for word in strays[1:] if word.startswith("--")]
-        raise UserError(f"unknown argument {answer([strays[0], *others], list(fields))}.")
+        behind = itertools.takewhile(lambda word: word not in others, strays[1:])
+        raise UserError(
+            f"unknown argument {answer([strays[0], *others], list(fields), ','.join(behind))}."
+        )
     values = {name: value for name, value in vars(arguments).items() if name != "config"}
-    if settings := given.get("objective_args"):  # of several for one name, the last wins
-        before = vars(parser.parse_known_args(words)[0]).get("objective_args", [])
-        values["objective_args"] = [*before, *settings]
     config: Any = cls(**values)
     config.given = frozenset(values)
     return config  # type: ignore[no-any-return]
@@ -73,7 +73,7 @@ def describe_objectives(kinds: Sequence[Any], given: Mapping[str, Any]) -> str:
     texts = []
     for kind in kinds:
         texts.append(f"files for --{kind.flag}: {', '.join(kind.built_in())}")
-        for function in kind.find([n for n in as_list(given.get(kind.flag, [])) if n]).functions:
+        for function in kind.find(*filter(None, as_list(given.get(kind.flag, [])))).functions:
             texts.append(f"settings of {function.name}:")
             items = function.settings.items()
             texts += [f"  {name}={value} ({type(value).__name__})" for name, value in items]
@@ -123,50 +123,18 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
     )
 
 
-def recipe_arguments(
-    recipe: Values, fields: Values, given: Values, kinds: Sequence[Any]
-) -> list[str]:
-    """A recipe as `--key value` arguments, without settings of objectives that `given` replaces.
-
-    A UserError for a key or a value that no command line could have.
-    """
-    file, values = given.get("config"), dict[str, list[str]]()
+def recipe_arguments(file: str, recipe: Values, fields: Values) -> list[str]:
+    """A recipe as `--key value` arguments; a UserError for one that no command line could have."""
     if unknown := [key for key in recipe if key not in fields]:
-        raise UserError(f"--config {file} has the unknown key {answer(unknown, list(fields))}.")
+        value = ",".join(map(str, as_list(recipe[unknown[0]])))
+        answered = answer(unknown, list(fields), value)
+        raise UserError(f"--config {file} has the unknown key {answered}.")
     lists = {name for name, field in fields.items() if isinstance(field.metadata["default"], list)}
-    for key, value in recipe.items():
-        values[key] = value if isinstance(value, list) and key in lists else [value]
-        if not all(isinstance(item, str) for item in values[key]):
-            raise UserError(f"--config {file} gives {value} for {key!r}; it must be one value.")
     arguments = []
-    for key, items in without_replaced(values, fields, given, kinds).items():
+    for key, value in recipe.items():
+        items = value if isinstance(value, list) and key in lists else [value]
+        if not all(isinstance(item, str) for item in items):
+            raise UserError(f"--config {file} gives {value} for {key!r}; it must be one value.")
         # A single value may begin with a dash: it is one argument with its flag
         arguments += [f"--{key}", *items] if key in lists else [f"--{key}={items[0]}"]
     return arguments
-
-
-def without_replaced(
-    recipe: Mapping[str, list[str]], fields: Values, given: Values, kinds: Sequence[Any]
-) -> dict[str, list[str]]:
-    """A recipe without the settings of functions that `given` replaces; prints what it removes."""
-    kept, replaced = set[str](), set[str]()
-    defaults = {name: [*map(str, as_list(f.metadata["default"]))] for name, f in fields.items()}
-    for kind in kinds:
-        before = recipe.get(kind.flag, defaults[kind.flag])
-        now = as_list(given.get(kind.flag, before))
-        replaced.update([*kind.flags, "loss_weights"] if now != before else [])
-        stay = [name for name in now if name and name in before]
-        kept.update(kind.optional, *(kind.function_of(name).settings for name in stay))
-    values = {name: items for name, items in recipe.items() if name not in replaced - kept}
-    removed = [name for name in recipe if name not in values and recipe[name] != defaults[name]]
-    texts = [f"{name}={' '.join(recipe[name])}" for name in removed]
-    if replaced and "objective_args" in recipe:
-        arguments = recipe["objective_args"]
-        values["objective_args"] = [text for text in arguments if text.partition("=")[0] in kept]
-        texts += [text for text in arguments if text and text not in values["objective_args"]]
-    if texts:
-        from common import distributed  # torch, which a driver of runs does without
-
-        where = f"{given['config']}, whose objective the command line replaces"
-        distributed.print_rank0(f"not taken from {where}: {', '.join(texts)}")
-    return values

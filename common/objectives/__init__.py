@@ -7,8 +7,8 @@
     def mine(logps, old_logps, advantages, mask, *, bound=2.0):
 
 A function names what it takes; docs/objectives.md lists it by kind. Keyword-only arguments with a
-default are its settings, see `--objective_args`; a ValueError refuses one. Tensors are float32, or
-float64 in evaluation.
+default are its settings, which stand behind its name as `mine.py:mine:bound=3`; a ValueError
+refuses one. Tensors are float32, or float64 in evaluation.
 
 Face: `kinds.PolicyObjective`, `kinds.PreferenceLoss`, `kinds.Advantages`; `implicit_reward`;
 `user_files`, which also finds reward functions.

@@ -1,4 +1,7 @@
-"""Functions of objectives by name or file, with their settings."""
+"""Objectives by name: a built-in file, or `path/to/file.py:function`, with settings behind it.
+
+clip    clip:epsilon_high=0.28,delta=3    mine.py:truncated:bound=3
+"""
 
 import functools
 import inspect
@@ -23,16 +26,17 @@ class Function:
     """A function of an objective with its settings; `kinds.call` calls it."""
 
     flag: str  # that names it
-    name: str
+    name: str  # without settings
+    text: str  # with those that are given
     function: Callable[..., Any]
     inputs: Sequence[str]  # what it takes, by name
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]
     constants: Mapping[str, Any]  # of its file
 
     @property
     def is_built_in(self) -> bool:
         """Whether it is no user's."""
-        return ".py" not in self.name
+        return ".py:" not in self.name
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,6 @@ class Objective:
     flag: ClassVar[str]
     folder: ClassVar[str]  # of the built-in files, in `common/objectives`
     inputs: ClassVar[Sequence[str]]  # what a function may take
-    flags: ClassVar[Sequence[str]] = ()  # settings that are flags of the stage
-    optional: ClassVar[Sequence[str]] = ()  # of these, those that no function need have
     functions: Sequence[Function]
 
     @classmethod
@@ -52,37 +54,18 @@ class Objective:
         return sorted(f.stem for f in Path(__file__).with_name(cls.folder).glob("[!_]*.py"))
 
     @classmethod
-    def find(
-        cls,
-        names: Sequence[str],
-        arguments: Sequence[str] = (),
-        others: Sequence[str] = (),  # settings of another objective, which also has the arguments
-        **settings: Any,
-    ) -> Self:
-        """The functions of these built-in files, or of a user's files, which are run.
+    def find(cls, *texts: str) -> Self:
+        """The functions of built-in files, or of a user's files, which are run.
 
-        Settings are given by name, or as `--objective_args` has them, and reach every function that
-        has them. Raises a UserError for one that no function has, or if there is no such function.
+        Each by its name, with settings behind a colon. A UserError if there is no such function, or
+        it has no such setting.
         """
-        objective = cls([cls.function_of(name) for name in names])
-        texts = dict(text.partition("=")[::2] for text in arguments)
-        known = [name for function in objective.functions for name in function.settings]
-        for chosen, allowed in (([*settings], known), ([*texts], [*known, *others])):
-            if unknown := [name for name in chosen if name not in (*allowed, *cls.optional)]:
-                choice = ", ".join(dict.fromkeys(allowed)) or "none"
-                raise objective.refused(f"has no setting {unknown[0]!r}; its settings are {choice}")
-        if as_flags := [name for name in texts if name in cls.flags]:
-            raise UserError(f"--objective_args has {as_flags[0]}; give it as --{as_flags[0]}.")
-        for function in objective.functions:
-            values = function.settings
-            values |= {name: settings[name] for name in settings if name in values}
-            for setting in texts.keys() & values.keys():
-                values[setting] = parsed(setting, texts[setting], values[setting])
-        return objective
+        return cls([cls.function_of(text) for text in texts])
 
     @classmethod
-    def function_of(cls, name: str) -> Function:
-        """The function of that name, with its defaults."""
+    def function_of(cls, text: str) -> Function:
+        """The function of a name, with its defaults but for the settings behind the name."""
+        name, given = split_settings(text)
         if name in (built_in := cls.built_in()):
             constants = vars(import_module(f"common.objectives.{cls.folder}.{name}"))
             function = constants[name]
@@ -91,17 +74,23 @@ class Objective:
             constants = vars(module_of(Path(name.rpartition(":")[0]).expanduser()))
         else:
             choice = f"file.py:function, or one of {', '.join(built_in)} ({hint(name, built_in)})"
-            raise UserError(f"--{cls.flag} is {name!r}; it must be {choice}.")
+            if "=" in name:
+                choice = "behind a name, without blanks, and in a recipe's list in quotes"
+            raise UserError(f"--{cls.flag} is {text!r}; it must be {choice}.")
         parameters = inspect.signature(function).parameters.values()
-        settable = [p for p in parameters if p.kind is p.KEYWORD_ONLY and type(p.default) in TYPES]
-        defaults = {p.name: p.default for p in settable}
+        defaults = {
+            p.name: p.default
+            for p in parameters
+            if p.kind is p.KEYWORD_ONLY and type(p.default) in TYPES and p.name not in cls.inputs
+        }
         inputs = [p.name for p in parameters if p.name not in defaults]
         if wrong := [each for each in inputs if each not in cls.inputs]:
             choice = ", ".join(cls.inputs)
             settings = "settings behind a * with a bool, number or text as default"
             taken = f"takes {', '.join(wrong)}; it may take {choice} and {settings}"
             raise UserError(f"--{cls.flag} {name} {taken}; see docs/objectives.md.")
-        return Function(cls.flag, name, function, inputs, defaults, constants)
+        values = {n: parsed(f"--{cls.flag} {name}", n, v, defaults) for n, v in given}
+        return Function(cls.flag, name, text, function, inputs, defaults | values, constants)
 
     @property
     def is_built_in(self) -> bool:
@@ -111,29 +100,38 @@ class Objective:
     @property
     def names(self) -> str:
         """The functions as the flag has them."""
-        return " ".join(function.name for function in self.functions)
+        return " ".join(function.text for function in self.functions)
 
     def refused(self, reason: str) -> UserError:
         """The error for an objective that cannot be used."""
         return UserError(f"--{self.flag} {self.names} {reason}; see docs/objectives.md.")
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings by name, without those that functions have at different values."""
-        return merged([function.settings for function in self.functions])
+
+def split_settings(text: str) -> tuple[str, list[tuple[str, str | None]]]:
+    """The name in `name:setting=value,...`, and the settings in the order given, None without a =.
+
+    >>> split_settings("my/file.py:bounded:bound=3,detach=true")
+    ('my/file.py:bounded', [('bound', '3'), ('detach', 'true')])
+    """
+    file, py, rest = text.partition(".py:")
+    name, _, settings = (rest if py else file).partition(":")
+    name = file + py + name if py else name
+    parts = [setting.partition("=") for setting in settings.split(",") if setting]
+    return name, [(setting, value if equals else None) for setting, equals, value in parts]
 
 
-def merged(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Settings of several functions by name, without those that have different values."""
-    values = {name: each[name] for each in all_settings for name in each}
-    return {n: v for n, v in values.items() if all(each.get(n, v) == v for each in all_settings)}
-
-
-def parsed(name: str, text: str, default: Any) -> Any:
-    """The value of a setting; raises a UserError if the text has another type than the default.
+def parsed(function: str, name: str, text: str | None, defaults: Mapping[str, Any]) -> Any:
+    """The value of a setting; a UserError for one that the function has not, or not of its type.
 
     A number must be finite; where the default is infinite, as of a bound that is off, it may be so.
     """
+    if name not in defaults:
+        names = ", ".join(defaults) or "none"
+        reason = f"has no setting {name!r}; its settings are {names}; see docs/objectives.md"
+        raise UserError(f"{function} {reason}.")
+    if text is None:
+        raise UserError(f"{function} has {name} without a value; write {name}=VALUE.")
+    default = defaults[name]
     kind = type(default)
     needed = {bool: "true or false", float: "a finite number"}.get(kind, kind.__name__)
     try:
@@ -141,10 +139,5 @@ def parsed(name: str, text: str, default: Any) -> Any:
     except (KeyError, ValueError):
         value = math.nan
     if isinstance(value, float) and not (math.isfinite(value) or value == default):
-        raise UserError(f"--objective_args has {name}={text}; it must be {needed}.")
+        raise UserError(f"{function} has {name}={text}; it must be {needed}.")
     return value
-
-
-def as_arguments(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as `--objective_args` has them."""
-    return [f"{name}={value}" for name, value in settings.items()]

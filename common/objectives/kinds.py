@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common import distributed
 from common.errors import FunctionError, UserError, naming
+from common.losses import precise
 from common.objectives import probe
 from common.objectives.find import Function, Objective
 
@@ -76,7 +77,6 @@ class PolicyObjective(Objective):
 
     flag: ClassVar = "policy_objective"
     folder: ClassVar = "policy"
-    flags: ClassVar = ("epsilon_low", "epsilon_high")
     inputs: ClassVar = ("logps", "old_logps", "sampled_logps", "advantages", "mask", "loss")
 
     def __call__(
@@ -161,19 +161,19 @@ class PreferenceLoss(Objective):
     folder: ClassVar = "preference"
     inputs: ClassVar = (
         *("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps"),
-        *("chosen_lengths", "rejected_lengths"),
+        *("chosen_lengths", "rejected_lengths", "beta"),
     )
-    flags: ClassVar = ("beta", "label_smoothing")
-    optional: ClassVar = ("beta",)  # it also scales the implicit reward
 
     def __call__(
         self,
         logps: Tensor,  # (N, 2) nats under the policy, chosen first
         ref_logps: Tensor,  # (N, 2) the same under the reference
         lengths: Tensor,  # (N, 2) tokens
+        beta: float,  # strength of the pull to the reference, per nat
         weights: Sequence[float] = (),  # one per function; empty: 1 each
     ) -> Tensor:
-        """Loss (N,) of pairs."""
+        """Loss (N,) of pairs, in float32 or better."""
+        logps, ref_logps = precise(logps), precise(ref_logps)
         weights = weights or [1.0] * len(self.functions)
         losses = []
         for weight, function in zip(weights, self.functions, strict=True):
@@ -181,7 +181,7 @@ class PreferenceLoss(Objective):
             if function.constants.get("PER_TOKEN"):
                 tensors = [logps / lengths, ref_logps / lengths, lengths]
             columns = [column for tensor in tensors for column in tensor.unbind(-1)]  # (N,) each
-            loss = call(function, dict(zip(self.inputs, columns, strict=True)))
+            loss = call(function, dict(zip(self.inputs, [*columns, beta], strict=True)))
             if not isinstance(loss, Tensor) or loss.shape != logps.shape[:-1]:
                 reason = "returns no loss of the shape (N,) of chosen_logps"
                 raise self.refused(f"{reason}: it has the {described(loss)}")
@@ -198,27 +198,27 @@ class PreferenceLoss(Objective):
         """Whether every loss takes log-probs per token, as its file says."""
         return all(function.constants.get("PER_TOKEN") for function in self.functions)
 
-    def check(self) -> None:
+    def check(self, beta: float) -> None:
         """Call each function on pairs; raise a UserError, or warn, if it returns no loss."""
         for function in self.functions:
             one = PreferenceLoss([function])
             batch, *others = probe.pairs()
             with checking(one, batch, *others):
-                of_row = one.seen(probe.row_of(batch), has_slope=False)
-                seen, *among = map(one.seen, (batch, *others))
+                of_row = one.seen(probe.row_of(batch), beta, has_slope=False)
+                seen, *among = [one.seen(each, beta) for each in (batch, *others)]
             refuse_no_loss(one, seen, among[0])
             if not all(probe.is_by_row(seen, each, of_row) for each in among):
                 reason = "makes the loss of a pair depend on other pairs"
-                raise one.refused(probe.unless_random(reason, seen, one.seen(batch)))
+                raise one.refused(probe.unless_random(reason, seen, one.seen(batch, beta)))
             slope = seen["slope"][1:4:2]  # of pairs that the policy does not prefer
             if not (slope[:, 0] < 0).all() or (slope[:, 1] < 0).any():
                 warn(one, "does not raise the chosen log-prob against the rejected one")
 
-    def seen(self, batch: probe.Batch, *, has_slope: bool = True) -> dict[str, Tensor]:
+    def seen(self, batch: probe.Batch, beta: float, *, has_slope: bool = True) -> dict[str, Tensor]:
         """The loss of a batch's pairs, and its slope."""
         logps = batch["logps"]
         logps = logps.clone().requires_grad_() if has_slope else logps
-        loss = self(logps, batch["ref_logps"], batch["lengths"])
+        loss = self(logps, batch["ref_logps"], batch["lengths"], beta)
         return probe.with_slopes(loss, logps)
 
 
@@ -228,20 +228,22 @@ class Advantages(Objective):
 
     flag: ClassVar = "advantages"
     folder: ClassVar = "advantages"
-    flags: ClassVar = ("scale_rewards",)
     inputs: ClassVar = ("rewards", "rewards_by_function", "weights", "counted", "all_reduce")
 
     def __call__(
         self,
-        rewards: Tensor,  # (F, N, G), or the weighted sum over functions, (1, N, G)
+        rewards: Tensor,  # (F, N, G) by function, or (N, G) or (1, N, G), their weighted sum
         weights: Sequence[float] = (1.0,),  # F
         counted: Tensor | None = None,  # (N,) bool, True = a group of the batch; None: all are
         all_reduce: Callable[[Tensor], Tensor] | None = None,  # None: there are no other ranks
     ) -> Tensor:
         """Advantages (N, G), float32; of all candidates (N, K), where rewards are those of all.
 
-        Collective if the function sums over the ranks.
+        Collective if the function sums over the ranks. Raises ValueError for groups of one.
         """
+        rewards = rewards[None] if rewards.dim() == 2 else rewards
+        if rewards.shape[-1] < 2:
+            raise ValueError(f"num_generations is {rewards.shape[-1]}; a group needs at least 2")
         if counted is None:
             counted = torch.ones(rewards.shape[1], dtype=torch.bool, device=rewards.device)
         values = (rewards[0], rewards, weights, counted, all_reduce or (lambda sums: sums))
@@ -268,6 +270,8 @@ class Advantages(Objective):
 
     def check(self, num_functions: int = 1, num_generations: int = 3) -> None:
         """Call it on tiny groups; raise a UserError, or warn, if it returns no advantages."""
+        if len(self.functions) != 1:
+            raise self.refused("must be one function")
         if {"rewards", "rewards_by_function"} <= {*self.functions[0].inputs}:
             raise self.refused("takes both rewards, a weighted sum, and rewards_by_function")
         number = num_functions if self.takes_each_function else 1

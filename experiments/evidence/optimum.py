@@ -78,9 +78,9 @@ def optimum(problem: Problem, beta: float = BETA) -> Tensor:
 
 
 @cache
-def objective_of(kind: Any, names: str, **settings: Any) -> Any:
-    """An objective by the names of its files; to read them takes longer than a step."""
-    return kind.find(names.split(), **settings)
+def objective_of(kind: Any, texts: str) -> Any:
+    """An objective as its flag has it; to read its files takes longer than a step."""
+    return kind.find(*texts.split())
 
 
 @cache
@@ -107,22 +107,20 @@ def grpo(
     aggregation: str = "constant",
     objective: str = "clip",
     sampler_temperature: float = 1.0,
-    **settings: Any,
 ) -> Tensor:
     """GRPO over all groups of completions drawn from the sampler, one update per rollout.
 
     Args:
         problem: What is optimised.
         logits: (S, V) of the policy.
-        advantages: A file of `common/objectives/advantages`.
+        advantages: A file of `common/objectives/advantages`, with settings.
         kl: How the policy is tied to the reference. `k1`, `k2`, `k3`: the estimator times beta is
             added to the loss of a token. `full`: the exact KL of the token's distribution.
             `k3 x ratio`: k3 times pi / sg(pi), whose value is k3. `reward`: beta times the sum of
             k1 over a completion leaves its reward.
         aggregation: See `aggregate`; `constant` here is the sum over a completion's tokens.
-        objective: Files of `common/objectives/policy`.
+        objective: Files of `common/objectives/policy`, with settings.
         sampler_temperature: The sampler is the policy at this temperature: another one but for 1.
-        **settings: Of the advantages, or else of the objective.
     """
     token_logps, ref = problem.token_logps(logits), problem.token_logps(problem.ref_logits)
     sampled = problem.token_logps(logits.detach() / sampler_temperature)
@@ -130,10 +128,8 @@ def grpo(
     rewards, mask = problem.rewards, problem.mask
     if kl == "reward":
         rewards = rewards - BETA * kl_estimate(sampled, ref, estimator="k1").sum(dim=1)
-    defaults = objective_of(Advantages, advantages).settings
-    of_advantages = {name: settings.pop(name) for name in defaults if name in settings}
-    expected = expected_advantages(rewards, probabilities, advantages, **of_advantages)  # (Y,)
-    loss = objective_of(PolicyObjective, objective, **settings)
+    expected = expected_advantages(rewards, probabilities, advantages)  # (Y,)
+    loss = objective_of(PolicyObjective, objective)
     per_token, _ = loss(token_logps, token_logps, sampled, expected, mask)
     if kl != "reward":
         per_token = per_token + BETA * kl_in_loss(problem, logits, kl)
@@ -155,15 +151,13 @@ def kl_in_loss(problem: Problem, logits: Tensor, kl: str) -> Tensor:
     return kl_estimate(token_logps, ref, estimator=kl)
 
 
-def expected_advantages(
-    rewards: Tensor, probabilities: Tensor, name: str, **settings: Any
-) -> Tensor:
+def expected_advantages(rewards: Tensor, probabilities: Tensor, name: str) -> Tensor:
     """Mean advantage (Y,) of each completion over all groups of `NUM_GENERATIONS` that hold it.
 
     The name is that of a file of `common/objectives/advantages`. GDPO's two rewards are 0.5 where
     the reward is above 0.5, and the remainder.
     """
-    function: Advantages = objective_of(Advantages, name, **settings)
+    function: Advantages = objective_of(Advantages, name)
     groups, orders = groups_of(len(rewards))  # (M, G), (M,)
     is_high = 0.5 * (rewards > 0.5)
     is_split = function.takes_each_function
@@ -185,17 +179,15 @@ def preference(
     loss_type: str = "sigmoid",
     on_policy: bool = True,
     flipped: float = 0.0,
-    **settings: Any,
 ) -> Tensor:
     """A loss of the DPO family over all pairs, labelled by Bradley-Terry on the reward.
 
     Args:
         problem: What is optimised.
         logits: (S, V) of the policy.
-        loss_type: Files of `common/objectives/preference`, whose losses add up.
+        loss_type: Files of `common/objectives/preference`, with settings, whose losses add up.
         on_policy: Pairs are drawn from the policy; else from the reference.
         flipped: Share of the labels that are wrong.
-        **settings: Of the losses.
     """
     logps, ref = problem.logps(logits), problem.logps(problem.ref_logits)
     sampler = (logps if on_policy else ref).detach().exp()  # (Y,)
@@ -203,8 +195,8 @@ def preference(
     first, second = pairs.T
     wins = torch.sigmoid(problem.rewards[first] - problem.rewards[second])
     wins = (1 - flipped) * wins + flipped * (1 - wins)
-    preference_loss: PreferenceLoss = objective_of(PreferenceLoss, loss_type, beta=BETA, **settings)
-    loss = preference_loss(logps[pairs], ref[pairs], problem.mask.sum(dim=1)[pairs])  # (Y^2,)
+    preference_loss: PreferenceLoss = objective_of(PreferenceLoss, loss_type)
+    loss = preference_loss(logps[pairs], ref[pairs], problem.mask.sum(dim=1)[pairs], BETA)  # (Y^2,)
     # Every pair stands here in both orders: once with each of its labels.
     return (sampler[first] * sampler[second] * wins * loss).sum()
 
@@ -234,7 +226,7 @@ GRPO: dict[str, Objective] = {
         grpo, kl="k3", advantages="group", aggregation="grpo"
     ),
 }
-DRIFT: dict[str, Any] = {"objective": "clip sampler_drift", "coef": 0.5}
+DRIFT: dict[str, Any] = {"objective": "clip sampler_drift:coef=0.5"}
 HOT: dict[str, Any] = {"kl": "full", "sampler_temperature": 1.25}
 FURTHER: dict[str, Objective] = {
     "`sapo`, KL in the reward": partial(grpo, kl="reward", objective="sapo"),
@@ -247,7 +239,7 @@ FURTHER: dict[str, Objective] = {
     "sampler at temperature 1.25, `full` in the loss": partial(grpo, **HOT),
     "the same, `token_truncate`": partial(grpo, **HOT, objective="clip sampler_weights"),
     "the same, `sequence_truncate`": partial(
-        grpo, **HOT, objective="clip sampler_weights", correction="sequence_truncate"
+        grpo, **HOT, objective="clip sampler_weights:correction=sequence_truncate"
     ),
     "the same, `geometric_mask`": partial(grpo, **HOT, objective="clip geometric_mask"),
     "the same, `dppo`": partial(grpo, **HOT, objective="dppo"),
@@ -260,9 +252,9 @@ PREFERENCE: dict[str, Objective] = {
     "DPO, a tenth of the labels flipped": partial(preference, flipped=0.1),
     "`sigmoid_norm`": partial(preference, loss_type="sigmoid_norm"),
     "`robust`, a tenth of the labels flipped": partial(
-        preference, flipped=0.1, loss_type="robust", label_smoothing=0.1
+        preference, flipped=0.1, loss_type="robust:label_smoothing=0.1"
     ),
-    "DPO with label smoothing 0.1": partial(preference, label_smoothing=0.1),
+    "DPO with label smoothing 0.1": partial(preference, loss_type="sigmoid:label_smoothing=0.1"),
     "`ipo`": partial(preference, on_policy=False, loss_type="ipo"),
     "`ipo_mean`": partial(preference, on_policy=False, loss_type="ipo_mean"),
     "`hinge`": partial(preference, loss_type="hinge"),

@@ -22,7 +22,7 @@ from common.config.parser import parse
 from common.record.run_folder import git_commit
 from common.record.terminal import run_command
 from experiments.explain.numbers import explain
-from experiments.explain.page import formulas, page, with_places
+from experiments.explain.page import formulas, page, refuse_others, settings_of, with_places
 from experiments.explain.trace import trace_step
 from experiments.runs.stages import config_class
 
@@ -57,15 +57,13 @@ def write(script: str, flags: list[str], output: str | None = None) -> Path:
         small = [f"--{k}={most}" for k, most in SMALL.items() if not 0 < getattr(asked, k) <= most]
         config = parse(run, [*small, *flags, *forced, *output_dir])
         texts, yours = formulas(stage, config)
-        for name, value in texts["only"].items():
-            if name not in yours and getattr(config, name) != value:
-                raise config.refused(name, f"{value}: the page has no formulas of others")
+        refuse_others(config, texts, yours)
         functions = ["common.model.load.load_vocabulary", *texts["also"]]
         functions += [box["function"] for box in texts["flow"]]
         distributed.start()
         trace = trace_step(resolve_name(f"train_{stage}.main"), config, functions)
     content = with_places(explain(trace, config, stage, yours), trace, texts)
-    settings = {name: getattr(config, name) for name in texts["settings"]}
+    settings = settings_of(config, texts["settings"])
     if "kept" not in content["quantities"]:
         settings = {k: v for k, v in settings.items() if not k.startswith("rejection_")}
     commit, _, changed = (git_commit() or "unknown").partition("-")

@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from string import Formatter
@@ -11,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.config.parser import as_list
 from common.config.recipes import read_recipe
-from common.objectives.find import load_once
+from common.objectives.find import Function, load_once, split_settings
 from common.padding import PaddedBatch
 from experiments.explain.trace import Trace
 from experiments.runs.stages import ROOT
@@ -29,7 +31,7 @@ def formulas(stage: str, config: Any) -> tuple[dict[str, Any], dict[str, str]]:
     quantities = texts[stage]["quantities"] | texts["every"]["quantities"]
     texts, yours = {**texts[stage], "quantities": quantities}, dict[str, str]()
     for flag, about in texts.get("yours", {}).items():
-        names = as_list(getattr(config, flag))
+        names = [split_settings(text)[0] for text in as_list(getattr(config, flag))]
         if len(names) != 1 or ".py:" not in names[0]:
             continue
         function = inspect.unwrap(load_once(names[0], f"--{flag}"))
@@ -46,9 +48,36 @@ def formulas(stage: str, config: Any) -> tuple[dict[str, Any], dict[str, str]]:
             if box["function"] == about["instead"]:
                 box |= {"function": place, "about": by, "tensor": ""}
         texts["also"] = [place if name == about["instead"] else name for name in texts["also"]]
-    if "policy_objective" in yours:
-        del texts["only"]["objective_args"]
     return texts, yours
+
+
+def refuse_others(config: Any, texts: dict[str, Any], yours: Mapping[str, str]) -> None:
+    """Raise a UserError for values, and settings of built-in objectives, without a formula."""
+    named: dict[str, list[str]] = {function.flag: [] for function in objectives_of(config)}
+    for function in objectives_of(config):
+        named[function.flag].append(function.name)
+        for name, value in texts.get("only_settings", {}).items():
+            if function.is_built_in and function.settings.get(name, value) != value:
+                raise config.refused(function.flag, f"with {name}={value}, as the page's formulas")
+    for name, value in texts["only"].items():
+        given = named.get(name, getattr(config, name))
+        if name not in yours and as_list(given) != as_list(value):
+            raise config.refused(name, f"{value}: the page has no formulas of others")
+
+
+def settings_of(config: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Values of a config by name, and the settings of its objectives that are not off."""
+    settings = {name: getattr(config, name) for name in names}
+    for function in objectives_of(config):
+        settings |= {name: value for name, value in function.settings.items() if value != math.inf}
+    return settings
+
+
+def objectives_of(config: Any) -> list[Function]:
+    """The functions of objectives that a config names."""
+    kinds = getattr(config, "objective_kinds", ())
+    named = [(kind, text) for kind in kinds for text in as_list(getattr(config, kind.flag))]
+    return [kind.function_of(text) for kind, text in named]
 
 
 def code_line(function: str, code: str = "") -> dict[str, str]:

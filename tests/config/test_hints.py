@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from common.config.hints import OTHER_NAMES, PAGES, counterparts
+from common.config.hints import OTHER_NAMES, PAGES, SETTINGS, counterparts, instead
 from common.config.parser import parse
 from common.errors import UserError
 from experiments.runs.stages import config_class
@@ -28,6 +28,7 @@ STAGES = {
     "dpo": "train_dpo.py",
     "grpo": "train_grpo.py",
 }
+VALUES = {name for name in SETTINGS if "=" in name}  # which have another word than the flag's
 EVERY, SEVERAL, SCRIPTS = "all four stages", "several stages", "trl's scripts"
 
 
@@ -111,6 +112,10 @@ def test_the_rows_of_the_page_and_of_the_code_are_the_same() -> None:
     renamed = {row.flag: row for row in read_page() if f"--{row.flag}" != row.here}
     for row in renamed.values():
         names = re.findall(r"--(\w+)", row.here)
+        if row.flag in SETTINGS:
+            assert instead(row.flag, "", names) == row.here, row
+            assert not instead(row.flag, "", []), row
+            continue
         assert counterparts(row.flag, names) == names, row
         assert not counterparts(row.flag, names[1:]), row
     gone = {
@@ -119,7 +124,7 @@ def test_the_rows_of_the_page_and_of_the_code_are_the_same() -> None:
         for name in re.findall(r"--(\w+)", flags)
         if "--" in text
     }
-    in_code = " ".join(OTHER_NAMES.values()).split()
+    in_code = [*" ".join(OTHER_NAMES.values()).split(), *SETTINGS.keys() - VALUES]
     assert len(in_code) == len({*in_code})
     assert {*in_code} <= {*renamed, *gone}
 
@@ -144,6 +149,40 @@ def test_a_flag_of_trl_is_answered_with_ours(script: str, flag: str, ours: str) 
     name = flag[2:].replace("-", "_")
     hint = f"{name.partition('=')[0]} is {ours} here, see docs/from-trl.md and CHANGELOG.md."
     assert refusal(script, flag) == f"unknown argument '--{name}': {hint}"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "written"),
+    [
+        ("train_grpo.py", ["--epsilon_high", "0.28"], "--policy_objective clip:epsilon_high=0.28"),
+        ("train_grpo.py", ["--epsilon-high=0.28"], "--policy_objective clip:epsilon_high=0.28"),
+        (
+            "train_grpo.py",
+            ["--epsilon"],
+            "--policy_objective clip:epsilon_low=VALUE,epsilon_high=VALUE",
+        ),
+        ("train_grpo.py", ["--scale_rewards", "false"], "--advantages none"),
+        ("train_grpo.py", ["--scale_rewards", "batch", "--bf16"], "--advantages batch"),
+        ("train_grpo.py", ["--importance_sampling_level", "token"], "--policy_objective clip"),
+        ("train_grpo.py", ["--objective_args", "cap=2"], "--policy_objective NAME:cap=2"),
+        ("train_dpo.py", ["--objective_args", "gamma=1"], "--loss_type NAME:gamma=1"),
+        ("train_dpo.py", ["--gamma", "1"], "--loss_type simpo:gamma=1"),
+        ("train_dpo.py", ["--label_smoothing", "0.1"], "--loss_type sigmoid:label_smoothing=0.1"),
+    ],
+)
+def test_a_setting_is_answered_with_what_to_write(
+    script: str, words: list[str], written: str, tmp_path: Path
+) -> None:
+    assert f": write {written}; settings stand behind" in refusal(script, *words)
+    flag, _, value = " ".join(words[:2]).replace(" ", "=").lstrip("-").partition("=")
+    (recipe := tmp_path / "recipe.yaml").write_text(f"{flag}: {value or 'VALUE'}\n")
+    assert f": write {written}; " in refusal(script, "--config", str(recipe))
+    names = {part[2:] for part in written.split() if part.startswith("--")}
+    assert names <= fields_of(config_class(script))
+
+
+def test_a_setting_of_another_stage_is_answered_without_its_objective() -> None:
+    assert "write" not in refusal("train_sft.py", "--epsilon_high", "0.28")
 
 
 def test_a_flag_that_nothing_here_replaces_is_answered_with_the_page() -> None:

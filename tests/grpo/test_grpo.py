@@ -31,8 +31,9 @@ from common.grpo import minibatches, rollouts
 from common.grpo.minibatches import MicroBatch, OldLogps
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups, SelectedCandidates, select
-from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
+from common.losses import AGGREGATIONS, aggregate, kl_estimate
 from common.model import fsdp
+from common.objectives.kinds import PolicyObjective
 from common.padding import MAKERS
 from common.record.metrics import Accumulator
 from common.rewards import functions
@@ -40,7 +41,7 @@ from common.rewards.score import RewardLog, Rewards
 from common.run import Run
 from common.sampling.sampler import Rollouts, Sampler
 from common.shutdown import signals
-from tests.variants import REWARD_FILE, behind, stopping_model_job
+from tests.variants import REWARD_FILE, stopping_model_job
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -97,9 +98,10 @@ def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tens
 def gradient(policy: Policy, groups: Groups, config: GRPOConfig) -> Tensor:
     """Of a step's loss with respect to all parameters, with a KL to what the sampler recorded."""
     policy.zero_grad()
+    clip = PolicyObjective.find("clip")
     for micro_batch in prepared(groups, config)[0]:
         logps, mask = policy(micro_batch.batch).token_logps, micro_batch.batch.completion_mask
-        per_token = policy_loss(logps, logps.detach(), micro_batch.advantages, mask)
+        per_token, _ = clip(logps, logps.detach(), logps, micro_batch.advantages, mask)
         if config.beta > 0:
             nearby = logps.detach() + 0.02 * micro_batch.sampled_logps
             per_token = per_token + config.beta * kl_estimate(logps, nearby)
@@ -259,7 +261,7 @@ def test_negative_rewards_are_refused_where_their_mean_divides():
     groups = new_groups([[1.0, 0.0, -0.5]])
     scorer = mock.Mock()
     scorer.score.return_value = Rewards(groups.rewards, {}, [], RewardLog(3))
-    config = new_config(scale_rewards="mean", missing_eos_penalty=0.0)
+    config = new_config(advantages="mean", missing_eos_penalty=0.0)
     with pytest.raises(
         UserError, match="--advantages mean takes rewards of at least 0; one is -0.5"
     ):
@@ -277,9 +279,7 @@ def test_a_reward_that_one_rank_refuses_ends_all_before_the_next_collective(monk
 
 def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     groups = new_groups([[1.0, 2.0, 4.0], [0.0, 0.0, 3.0]])
-    config = new_config(
-        beta=0.5, kl_estimator="k1_reward", scale_rewards="none", micro_batch_size=2
-    )
+    config = new_config(beta=0.5, kl_estimator="k1_reward", advantages="none", micro_batch_size=2)
     kept = select(groups, config, 0)
     ref_logps = kept.rollouts.token_logps + 0.25  # nats more per token than the sampler's
     advantages = minibatches.compute_advantages(kept, ref_logps, config)
@@ -288,11 +288,11 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
 
 
 @pytest.mark.parametrize(("bf16", "noise"), [(False, 1e-5), (True, 0.05)])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_kl_of_rounding_in_equal_rewards_teaches_nothing(scale: str, bf16: bool, noise: float):
+@pytest.mark.parametrize("name", ["group", "batch", "none"])
+def test_a_kl_of_rounding_in_equal_rewards_teaches_nothing(name: str, bf16: bool, noise: float):
     """The noise is that of SmolLM2's log-probabilities between two forward passes."""
     groups = new_groups([[1.0, 1.0, 1.0], [0.0, 1.0, 3.0]])
-    config = new_config(beta=0.5, kl_estimator="k1_reward", scale_rewards=scale, bf16=bf16)
+    config = new_config(beta=0.5, kl_estimator="k1_reward", advantages=name, bf16=bf16)
     kept = select(groups, config, 0)
     torch.manual_seed(0)
     gaps = noise * torch.randn_like(kept.rollouts.token_logps)
@@ -345,13 +345,13 @@ BY_BASELINE = {  # of the candidates with rewards 9 and 2, kept of 0, 1, 2 and 9
 }
 
 
-@pytest.mark.parametrize(("baseline", "scale"), BY_BASELINE)
-def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, scale: str):
-    config = new_config(baseline=baseline, scale_rewards=scale, beta=0.0)
+@pytest.mark.parametrize(("baseline", "name"), BY_BASELINE)
+def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, name: str):
+    config = new_config(baseline=baseline, advantages=name, beta=0.0)
     groups = new_groups([[0.0, 1.0, 2.0, 9.0]])
     kept = rollouts.gather_candidates(groups, torch.tensor([[3, 2]]), config)
     advantages = minibatches.compute_advantages(kept, None, config)
-    expected = torch.tensor([BY_BASELINE[baseline, scale]])
+    expected = torch.tensor([BY_BASELINE[baseline, name]])
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-4)
     # A group is flat if all rewards of its baseline are equal.
     groups = new_groups([[0.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
@@ -552,36 +552,35 @@ def test_the_first_update_is_not_clipped_where_the_sampler_drifted():
 
 
 # Loss of a token by log pi, the sampler's, the completion's advantage and mean of their difference
-WITH_THE_SAMPLER: list[tuple[dict[str, Any], Any]] = [
+WITH_THE_SAMPLER: list[tuple[str, Any]] = [
     (
-        {"policy_objective": ["dppo"], "epsilon_low": 1.0, "epsilon_high": 1.0}
-        | {"objective_args": ["delta=2.5"]},
+        "dppo:epsilon_low=1,epsilon_high=1,delta=2.5",
         lambda pi, mu, a, gap: -a * (pi - mu).exp().clamp(max=2.5).detach() * pi,
     ),
-    (behind("sampler_drift", "coef=0.3"), lambda pi, mu, a, gap: -a * pi + 0.3 * (pi - mu) ** 2),
+    ("clip sampler_drift:coef=0.3", lambda pi, mu, a, gap: -a * pi + 0.3 * (pi - mu) ** 2),
     (
-        behind("off_policy_mask", "threshold=0.7"),
+        "clip off_policy_mask:threshold=0.7",
         lambda pi, mu, a, gap: -a * pi * bool(a > 0 or gap <= 0.7),
     ),
     (
-        behind("geometric_mask", "low=0.7"),
+        "clip geometric_mask:low=0.7",
         lambda pi, mu, a, gap: -a * pi * bool(math.log(0.7) <= -gap <= math.log(2)),
     ),
     (
-        behind("sampler_weights", "cap=1.7"),
+        "clip sampler_weights:cap=1.7",
         lambda pi, mu, a, gap: -a * pi * (pi - mu).exp().clamp(max=1.7).detach(),
     ),
 ]
 
 
-@pytest.mark.parametrize(("flags", "term"), WITH_THE_SAMPLER, ids=lambda value: str(value)[:25])
-def test_the_sampler_counts_where_an_objective_names_it(flags: dict[str, Any], term: Any):
+@pytest.mark.parametrize(("objective", "term"), WITH_THE_SAMPLER, ids=lambda x: str(x)[:25])
+def test_the_sampler_counts_where_an_objective_names_it(objective: str, term: Any):
     """The sampler preferred by half a nat or a nat what has a negative advantage, and not the rest.
 
     The gradient of the loop's loss is that of the formula, written out here token by token.
     """
     policy, groups = Policy(tiny.causal_lm("gpt2")), new_groups(REWARDS)
-    config = new_config(beta=0.0, aggregation="constant", **flags)
+    config = new_config(beta=0.0, aggregation="constant", policy_objective=objective.split())
     watch = StepMonitor(Accumulator("cpu"), config)
     micro_batches = []
     for batch in prepared(groups, config)[0]:
@@ -623,7 +622,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(aggregation: str):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(
-    "flags", [{}, {"scale_rewards": "batch"}, {"normalize_globally": True}], ids=str
+    "flags", [{}, {"advantages": "batch"}, {"normalize_globally": True}], ids=str
 )
 def test_dropped_groups_leave_the_gradient_of_the_others(aggregation: str, flags: dict[str, Any]):
     """As if the batch held only those; kept ones add their KL and fill the denominators."""
@@ -728,22 +727,21 @@ OFF_POLICY: dict[str, Any] = {"num_iterations": 2, "learning_rate": 3e-3}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "sequence ratio": OFF_POLICY
-    | {"policy_objective": ["gspo"], "epsilon_low": 0.01, "epsilon_high": 0.2}
-    | {"objective_args": ["delta=1.3"], "aggregation": "token"},
+    | {"policy_objective": ["gspo:epsilon_low=0.01,epsilon_high=0.2,delta=1.3"]}
+    | {"aggregation": "token"},
     # Twice as many updates as the others, half as large: they amplify rounding
     "cispo in minibatches": OFF_POLICY
-    | {"policy_objective": ["cispo"], "epsilon_high": 0.01, "num_minibatches": 2}
+    | {"policy_objective": ["cispo:epsilon_high=0.01"], "num_minibatches": 2}
     | {"learning_rate": OFF_POLICY["learning_rate"] / 2}
-    | {"aggregation": "prompt", "advantages": "rloo", "scale_rewards": "group"},
+    | {"aggregation": "prompt", "advantages": "rloo:scale=group"},
     "sapo": OFF_POLICY
-    | {"policy_objective": ["sapo", "off_policy_mask", "sampler_drift"]}
-    | {"objective_args": ["threshold=1e-3", "coef=0.1"]},
+    | {"policy_objective": ["sapo", "off_policy_mask:threshold=1e-3", "sampler_drift:coef=0.1"]},
     "dppo, two rewards": OFF_POLICY
-    | {"policy_objective": ["dppo"], "epsilon_low": 1e-3, "epsilon_high": 1e-3}
+    | {"policy_objective": ["dppo:epsilon_low=1e-3,epsilon_high=1e-3"]}
     | {"reward_funcs": ["gold", "length"], "zero_variance": "drop", "num_candidates": 4}
     | {"reward_weights": [1.0, 0.5], "advantages": "gdpo"},
-    "mean": {"scale_rewards": "mean", "missing_eos_penalty": 0.0}
-    | behind("geometric_mask", "high=1.01", "low=0.99"),
+    "mean": {"advantages": "mean", "missing_eos_penalty": 0.0}
+    | {"policy_objective": ["clip", "geometric_mask:high=1.01,low=0.99"]},
     "k1 with its ratio": OFF_POLICY | {"kl_estimator": "k1_ratio"},
     "exact KL": {"kl_estimator": "full", "entropy_coef": 0.05},
     "exact KL, bfloat16": {"kl_estimator": "full", "entropy_coef": 0.05, "bf16": True}
@@ -751,10 +749,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "exact KL, padded": {"kl_estimator": "full", "entropy_coef": 0.05, "layout": "padded"},
     "KL in the reward": {"kl_estimator": "k1_reward", "further_reward": "overlong:2-8"},
     "drop": {"zero_variance": "drop", "mask_truncated_completions": True}
-    | {"aggregation": "constant", "scale_rewards": "batch"},
-    "resample": {"zero_variance": "resample", "scale_rewards": "none"},
+    | {"aggregation": "constant", "advantages": "batch"},
+    "resample": {"zero_variance": "resample", "advantages": "none"},
     "step rewards": {"function": "steps", "num_candidates": 4},
-    "sampler weights": behind("sampler_weights", "correction=sequence_mask")
+    "sampler weights": {"policy_objective": ["clip", "sampler_weights:correction=sequence_mask"]}
     | {"num_candidates": 5},
     "moving reference": {"ref_update_steps": 2, "ref_mixup_alpha": 0.6}
     | {"num_candidates": 5, "rejection_method": "max_variance"},
@@ -860,8 +858,9 @@ def test_only_a_kl_needs_a_reference(base: Path, beta: float):
 
 def test_minibatches_of_a_single_pass_are_weighed_against_the_policy_that_sampled(base: Path):
     """The second meets a policy that the first has moved: its old log-probs have to be kept."""
-    bounds = {"epsilon_low": 1e-3, "epsilon_high": 1e-3}
-    run = run_here(base, "single pass", num_minibatches=2, learning_rate=1e-2, **bounds)
+    flags = {"num_minibatches": 2, "learning_rate": 1e-2}
+    clip = "clip:epsilon_low=1e-3,epsilon_high=1e-3"
+    run = run_here(base, "single pass", policy_objective=clip, **flags)
     assert all(line["sampler_kl"] == pytest.approx(0, abs=1e-5) for line in run)
     assert any(line["clip_fraction"] > 0.1 for line in run)
 
@@ -945,11 +944,17 @@ def test_a_reference_that_was_just_replaced_is_the_policy(base: Path):
 
 # ---- refusals ------------------------------------------------------------------------------------
 
+WEIGHTED = {"policy_objective": ["clip", "sampler_weights"]}
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
-    ({"scale_rewards": "mean"}, ["--missing_eos_penalty is -1", "at least 0"]),
+    ({"advantages": "mean"}, ["--missing_eos_penalty is -1", "at least 0"]),
     (
         {"advantages": "gdpo", "kl_estimator": "k1_reward"},
         ["--kl_estimator is k1_reward", "must be another one with --advantages gdpo"],
+    ),
+    ({"advantages": "group:scale=none"}, ["--advantages group has no setting 'scale'", "none"]),
+    (
+        {"policy_objective": ["clip:epsilon_high=-inf"]},
+        ["--policy_objective clip has epsilon_high=-inf", "must be a finite number"],
     ),
     ({"num_minibatches": 65}, ["--num_minibatches is 65", "--batch_size, 64"]),
     ({"kl_estimator": "k1"}, ["--kl_estimator is 'k1'", "k1_ratio", "k1_reward"]),
@@ -961,8 +966,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"kl_estimator": "k1_reward", "mask_truncated_completions": True},
         ["--mask_truncated_completions is true", "must be false"],
     ),
-    (behind("sampler_weights") | {"top_p": 0.9}, ["clip sampler_weights has", "supports"]),
-    (behind("sampler_weights") | {"top_k": 3}, ["clip sampler_weights has", "--top_k above 0"]),
+    (WEIGHTED | {"top_p": 0.9}, ["clip sampler_weights has", "supports"]),
+    (WEIGHTED | {"top_k": 3}, ["clip sampler_weights has", "--top_k above 0"]),
     ({"ref_mixup_alpha": 1.5}, ["--ref_mixup_alpha is 1.5", "at most 1"]),
     ({"entropy_coef": -1.0}, ["--entropy_coef is -1.0", "at least 0"]),
     # A server that samples

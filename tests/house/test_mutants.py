@@ -69,7 +69,7 @@ def test_each_kind_of_place_is_changed_and_no_message_or_annotation():
 
 def test_a_mutant_differs_from_its_module_in_one_place():
     drawn = mutants.mutants("common.losses")
-    assert len({mutant.key for mutant in drawn}) == len(drawn) > 100
+    assert len({mutant.key for mutant in drawn}) == len(drawn) > 80
     source = ast.unparse(ast.parse((mutants.ROOT / "common" / "losses.py").read_text()))
     for mutant in drawn[::10]:
         (line,) = {*mutant.text.splitlines()} - {*source.splitlines()}

@@ -60,13 +60,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "ref_model_name_or_path": "FOLDER/other",
     },
     "per_token": {
-        "loss_type": ["ipo_mean", "simpo", "sigmoid_norm"],
-        "objective_args": ["gamma=0.5"],
+        "loss_type": ["ipo_mean", "simpo:gamma=0.5", "sigmoid_norm"],
         "beta": 2.0,
         "ref_model_name_or_path": "FOLDER/other",
     },
-    "simpo": {"loss_type": ["simpo"], "objective_args": ["gamma=0.5"], "beta": 2.0},
-    "reference_free": {"reference_free": True, "label_smoothing": 0.1},
+    "simpo": {"loss_type": ["simpo:gamma=0.5"], "beta": 2.0},
+    "reference_free": {"reference_free": True, "loss_type": ["sigmoid:label_smoothing=0.1"]},
     "padded": {"layout": "padded"},
 }
 REWARD_JOBS: dict[str, dict[str, Any]] = {
@@ -256,7 +255,8 @@ def test_a_filler_is_no_loss_where_its_row_was_not_scored(runs):
 
 
 JUDGED: dict[str, dict[str, Any]] = {  # one of the losses of sums, and each per token
-    name: {"loss_type": [name]} for name in ("sigmoid", "sigmoid_norm", "ipo_mean", "simpo", "sft")
+    name: {"loss_type": [name]}
+    for name in ("sigmoid", "sigmoid_norm", "ipo_mean", "simpo:gamma=0.5", "sft")
 }
 JUDGED |= {"free": {"reference_free": True}, "sum": {"loss_type": ["simpo", "sigmoid"]}}
 JUDGED |= {"with sft": {"loss_type": ["sigmoid", "sft"]}}
@@ -405,7 +405,9 @@ REFUSED = [
     ({"loss_type": ["dpo"]}, "--loss_type is 'dpo'; it must be file.py:function, or one of"),
     ({"loss_weights": [1.0, 2.0]}, "--loss_weights is [1.0, 2.0]; it must be empty, or one number"),
     ({"loss_weights": [0.0]}, "must be above 0"),
-    ({"objective_args": ["gamma=0.5"]}, "--loss_type sigmoid has no setting 'gamma'; its settings"),
+    ({"loss_type": ["sigmoid:gamma=1"]}, "--loss_type sigmoid has no setting 'gamma'; its"),
+    ({"loss_type": ["simpo", "ipo:gamma=1"]}, "--loss_type ipo has no setting 'gamma'; its"),
+    ({"loss_type": ["sigmoid:beta=1"]}, "--loss_type sigmoid has no setting 'beta'; its settings"),
 ]
 
 

@@ -59,7 +59,7 @@ GRPO = {
 FLAGS: dict[str, dict[str, Any]] = {
     "sft": {"learning_rate": 3e-3},
     "reward": {"learning_rate": 3e-4, "sft_dataset_name": "synthetic", "num_sft_rows": 9},
-    "dpo": {"label_smoothing": 0.1},
+    "dpo": {"loss_type": ["sigmoid:label_smoothing=0.1"]},
     "grpo": GRPO,
     "grpo_global": GRPO
     | {
@@ -71,10 +71,12 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "grpo_masked": GRPO
     | {
-        "policy_objective": ["dppo", "off_policy_mask", "geometric_mask", "sampler_drift"],
-        "objective_args": ["threshold=1e-3", "coef=0.1"],
-        "epsilon_low": 1e-3,
-        "epsilon_high": 1e-3,
+        "policy_objective": [
+            "dppo:epsilon_low=1e-3,epsilon_high=1e-3",
+            "off_policy_mask:threshold=1e-3",
+            "geometric_mask",
+            "sampler_drift:coef=0.1",
+        ],
         "advantages": "gdpo",
     },
 }

@@ -276,8 +276,8 @@ def test_the_defaults_are_the_demo_s() -> None:
     grpo = vars(configs["grpo"])
     fixed = {"baseline": "all", "rejection_method": "gumbel", "missing_eos_penalty": -1.0}
     fixed |= {"penalize_missing_eos": True, "reward_weights": [1.0, 0.0], "temperature": 1.0}
-    fixed |= {"epsilon_low": 0.2, "epsilon_high": 0.2, "kl_estimator": "k3"}
-    fixed |= {"advantages": "group", "aggregation": "grpo", "num_minibatches": 1}
+    fixed |= {"kl_estimator": "k3", "policy_objective": ["clip"], "advantages": "group"}
+    fixed |= {"aggregation": "grpo", "num_minibatches": 1}
     assert {name: grpo[name] for name in fixed} == fixed
     rows = synthetic.make_rows("prompts", "train")
     tokenizer = synthetic.train_tokenizer()

@@ -76,7 +76,7 @@ def make_trainer(stage: str, config: Any, *, with_stop: bool) -> Any:
     }
     if stage == "grpo":
         settings["loss_type"] = config.aggregation
-        settings["scale_rewards"] = config.scale_rewards or config.advantages
+        settings["scale_rewards"] = config.advantages
         (reward,) = config.reward_funcs
         more["reward_funcs"] = stopped_reward(reward) if with_stop else reward
     else:

@@ -40,10 +40,10 @@ class OurCase(Case):
         pairs = losses.bradley_terry_loss(*self.rewards.chunk(2), margin=torch.tensor(margin))
         return (pairs + centering * losses.centering_penalty(*self.rewards.chunk(2))).mean()
 
-    def preference(self, loss_type: str, **settings: Any) -> Tensor:
+    def preference(self, loss_type: str, beta: float = 0.1) -> Tensor:
         sums = [losses.masked_sum(logps, self.mask, 1) for logps in (self.logps, self.ref_logps)]
-        pairs = [rows.view(2, -1).T for rows in (*sums, self.mask.sum(1))]  # (N, 2), chosen first
-        return PreferenceLoss.find(loss_type.split(), **settings)(*pairs).mean()
+        logps, ref_logps, lengths = (rows.view(2, -1).T for rows in (*sums, self.mask.sum(1)))
+        return PreferenceLoss.find(*loss_type.split())(logps, ref_logps, lengths, beta).mean()
 
     def kl(self, estimator: str) -> Tensor:
         per_token = losses.kl_estimate(self.logps, self.ref_logps, estimator=estimator)
@@ -51,15 +51,15 @@ class OurCase(Case):
             per_token = per_token * losses.probability_ratio(self.logps, self.old_logps, self.mask)
         return losses.aggregate(per_token, self.mask, aggregation="token")
 
-    def policy(self, aggregate: dict[str, Any], objective: str = "clip", **settings: Any) -> Tensor:
+    def policy(self, aggregate: dict[str, Any], objective: str = "clip") -> Tensor:
         sampled = self.old_logps if self.sampled_logps is None else self.sampled_logps
-        loss = PolicyObjective.find(objective.split(), **settings)
+        loss = PolicyObjective.find(*objective.split())
         per_token, _ = loss(self.logps, self.old_logps, sampled, self.advantages, self.mask)
         counts = {"num_tokens": self.step_mask.sum(), "num_sequences": self.step_mask.any(1).sum()}
         return losses.aggregate(per_token, self.mask, **counts, **aggregate)
 
-    def group_advantages(self, advantages: str, **settings: Any) -> Tensor:
-        function = Advantages.find([advantages], **settings)
+    def group_advantages(self, advantages: str) -> Tensor:
+        function = Advantages.find(advantages)
         rewards = self.rewards if function.takes_each_function else self.rewards[None]  # (F, N, G)
         result = function(rewards, [1.0] * len(rewards))
         if not function.normalizes_globally:

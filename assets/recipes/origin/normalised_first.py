@@ -5,14 +5,15 @@ standard deviations of the group, whatever the reward model says: at 2 the first
 candidates give the 8 that are kept, which lie above their group's mean. A completion without a
 stop token is worth `missing_eos_penalty` standard deviations. A reward model that is scaled to
 mean 0 and standard deviation 1 first, as there, gives the same: its scale cancels. Give also
-`--scale_rewards none`, as this is the division, and `--normalize_globally true`.
+`--advantages none`, as this is the division, and `--normalize_globally true`.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from common.advantages import apply_missing_eos_penalty, eos_penalty, group_advantages
+from common.advantages import apply_missing_eos_penalty, eos_penalty
 from common.grpo import rollouts
+from common.objectives.kinds import Advantages
 
 reward = rollouts.reward
 
@@ -28,7 +29,7 @@ def normalised(
     scored = reward(scorer, examples, drawn, plain, step, total_steps)
     rewards = scored.total  # (N, K)
     if rewards.shape[1] > 1:
-        rewards = group_advantages(rewards).to(rewards)
+        rewards = Advantages.find("group")(rewards).to(rewards)
     has_stop = drawn.has_stop.view(rewards.shape)
     total = apply_missing_eos_penalty(rewards, has_stop, eos_penalty(config))
     return replace(scored, total=total)

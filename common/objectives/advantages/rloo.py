@@ -2,15 +2,21 @@
 
     A = r - mean of the others' r = G / (G - 1) (r - mean r)
 
-With scale_rewards it is divided as the file of that name does.
+With the setting `scale` it is divided as the file of that name does: none, group or batch; true is
+group.
 """
 
-from common.objectives.kinds import Advantages, call
+from common.losses import check_choice
+from common.objectives.advantages.batch import batch
+from common.objectives.advantages.group import group
+from common.objectives.advantages.none import none
+
+IN_GROUP = {"none": none, "false": none, "group": group, "true": group}
 
 
-def rloo(rewards, counted, all_reduce, *, scale_rewards="none"):
+def rloo(rewards, counted, all_reduce, *, scale="none"):
     """Advantages (N, G)."""
-    values = {"rewards": rewards, "counted": counted, "all_reduce": all_reduce}
-    scaled = call(Advantages.function_of(scale_rewards), values)
+    check_choice("scale", scale, (*IN_GROUP, "batch"))
+    scaled = batch(rewards, counted, all_reduce) if scale == "batch" else IN_GROUP[scale](rewards)
     num_generations = rewards.shape[1]
     return scaled * num_generations / (num_generations - 1)

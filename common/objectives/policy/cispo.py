@@ -5,11 +5,12 @@ loss = -sg(min(rho, 1 + epsilon_high)) A log pi, where sg stops the gradient
 
 import torch
 
-from common.losses import clipped_tokens, probability_ratio
+from common.losses import check_bounds, clipped_tokens, probability_ratio
 
 
 def cispo(logps, old_logps, advantages, mask, *, epsilon_high=0.2, ratio_level="token"):
     """Loss of each token (B, C), and metrics."""
+    check_bounds(epsilon_high=epsilon_high)
     ratio = probability_ratio(logps, old_logps, mask, ratio_level=ratio_level)
     bounded = ratio.clamp(max=1 + epsilon_high)
     gain = (bounded * advantages).detach() * torch.where(mask, logps, 0.0)

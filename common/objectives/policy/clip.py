@@ -10,11 +10,12 @@ from math import inf
 
 import torch
 
-from common.losses import clipped_tokens, probability_ratio
+from common.losses import check_bounds, clipped_tokens, probability_ratio
 
 
 def clip(logps, old_logps, advantages, mask, *, epsilon_low=0.2, epsilon_high=0.2, delta=inf):
     """Loss of each token (B, C), and metrics."""
+    check_bounds(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     ratio = probability_ratio(logps, old_logps, mask)
     return clip_loss(ratio, advantages, mask, 1 - epsilon_low, 1 + epsilon_high, delta)
 

@@ -10,11 +10,12 @@ from math import inf
 
 import torch
 
-from common.losses import clipped_tokens, probability_ratio
+from common.losses import check_bounds, clipped_tokens, probability_ratio
 
 
 def dppo(logps, sampled_logps, advantages, mask, *, epsilon_low=0.2, epsilon_high=0.2, delta=inf):
     """Loss of each token (B, C), and metrics."""
+    check_bounds(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     ratio = probability_ratio(logps, sampled_logps, mask)
     change = logps.detach().exp() - sampled_logps.exp()  # pi - mu
     is_outside = torch.where(advantages > 0, change > epsilon_high, change < -epsilon_low)

@@ -9,11 +9,12 @@ others weigh a completion by its number of tokens.
 
 from math import inf
 
-from common.losses import probability_ratio
+from common.losses import check_bounds, probability_ratio
 from common.objectives.policy.clip import clip_loss
 
 
 def gspo(logps, old_logps, advantages, mask, *, epsilon_low=3e-4, epsilon_high=4e-4, delta=inf):
     """Loss of each token (B, C), and metrics."""
+    check_bounds(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     ratio = probability_ratio(logps, old_logps, mask, ratio_level="sequence")
     return clip_loss(ratio, advantages, mask, 1 - epsilon_low, 1 + epsilon_high, delta)

@@ -5,7 +5,7 @@
 Its mean over labels that are flipped with chance e, label_smoothing, is the loss on the true ones.
 """
 
-from common.objectives.preference.sigmoid import logistic_loss
+from common.objectives.preference.sigmoid import check_smoothing, logistic_loss
 
 
 def robust(
@@ -13,10 +13,11 @@ def robust(
     rejected_logps,
     ref_chosen_logps,
     ref_rejected_logps,
+    beta,
     *,
-    beta=0.1,
     label_smoothing=0.0,
 ):
     """Loss of each pair (N,)."""
+    check_smoothing(label_smoothing)
     logits = chosen_logps - rejected_logps - (ref_chosen_logps - ref_rejected_logps)  # D
     return logistic_loss(beta * logits, -label_smoothing / (1 - 2 * label_smoothing))

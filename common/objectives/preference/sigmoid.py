@@ -14,13 +14,20 @@ def sigmoid(
     rejected_logps,
     ref_chosen_logps,
     ref_rejected_logps,
+    beta,
     *,
-    beta=0.1,
     label_smoothing=0.0,
 ):
     """Loss of each pair (N,)."""
+    check_smoothing(label_smoothing)
     logits = chosen_logps - rejected_logps - (ref_chosen_logps - ref_rejected_logps)  # D
     return logistic_loss(beta * logits, label_smoothing)
+
+
+def check_smoothing(label_smoothing):
+    """Raise ValueError unless it is a share of wrong labels that leaves most of them right."""
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing} but must lie in [0, 0.5)")
 
 
 def logistic_loss(logits, e):

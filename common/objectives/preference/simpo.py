@@ -3,11 +3,12 @@
 loss = -log sigma(beta (log pi_w / |y_w| - log pi_l / |y_l|) - gamma)
 """
 
-from common.objectives.preference.sigmoid import logistic_loss
+from common.objectives.preference.sigmoid import check_smoothing, logistic_loss
 
 PER_TOKEN = True
 
 
-def simpo(chosen_logps, rejected_logps, *, beta=0.1, gamma=0.0, label_smoothing=0.0):
+def simpo(chosen_logps, rejected_logps, beta, *, gamma=0.0, label_smoothing=0.0):
     """Loss of each pair (N,)."""
+    check_smoothing(label_smoothing)
     return logistic_loss(beta * (chosen_logps - rejected_logps) - gamma, label_smoothing)

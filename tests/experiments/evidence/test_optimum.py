@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.advantages import group_advantages
+from common.objectives.kinds import Advantages
 from experiments.evidence import optimum
 from experiments.evidence.optimum import BETA, FURTHER, GRPO, NUM_GENERATIONS, PREFERENCE, Problem
 
@@ -64,7 +64,7 @@ def test_expected_advantages_are_those_of_sampled_groups(name: str):
     groups = torch.multinomial(
         probabilities, num_groups * NUM_GENERATIONS, replacement=True, generator=generator
     ).view(num_groups, NUM_GENERATIONS)
-    sampled = group_advantages(problem.rewards[groups])
+    sampled = Advantages.find("group")(problem.rewards[groups])
     expected = optimum.expected_advantages(problem.rewards, probabilities, "group")
     for completion in range(len(expected)):
         advantages = sampled[groups == completion]

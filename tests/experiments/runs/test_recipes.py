@@ -32,7 +32,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from common.config.parser import parse
+from common.config.parser import as_list, parse
 from common.record.jsonl import read_jsonl
 from common.text import sources, synthetic
 from common.text.reading import load_rows
@@ -85,9 +85,7 @@ def test_every_key_of_a_recipe_reaches_the_config(path):
     assert keys == list(recipe), "YAML keeps the last of two equal keys in silence"
     for key, value in recipe.items():
         parsed = getattr(config, key)
-        if key == "scale_rewards" and not parsed:
-            parsed = config.advantages  # which it names
-        assert parsed == value, key
+        assert as_list(parsed) == as_list(value), key
         assert isinstance(parsed, bool) == isinstance(value, bool), key  # True == 1
         assert type(parsed) is (get_origin(types[key]) or types[key]), key
     folder = "evaluation" if path.stem == "evaluate" else path.stem
