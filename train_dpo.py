@@ -103,7 +103,6 @@ def main(config: DPOConfig) -> None:
         )
         # Over all micro-batches and ranks: ranks sum their gradients (`fsdp.shard`)
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
-        batch_losses = []  # one of each micro-batch, to be checked
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
@@ -114,15 +113,14 @@ def main(config: DPOConfig) -> None:
             )  # (N,)
             total = (losses * real).sum()
             loss = total / num_pairs
-            loss.backward()
-            batch_losses.append(loss.detach())
+            run.backward(loss)
             run.metrics.add("loss", total, real.sum())
             rewards = implicit_reward(logps, ref_logps, pairs.lengths)  # (N, 2)
             chosen, rejected = logps.unbind(-1)  # (N,) each
             pair_scores.add_pair_metrics(
                 run.metrics, rewards, real, chosen_logp=chosen, rejected_logp=rejected
             )
-        run.update(batch_losses)
+        run.update()
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation

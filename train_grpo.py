@@ -14,9 +14,8 @@ order of the loop, all of `common/grpo`:
 
     Groups              the N prompts of this rank, K candidates of each, rewards     rollouts
     SelectedCandidates  G of each K, and which of them the loss counts                rollouts
-    UpdatePlan          the completions of one minibatch, in batches by length        minibatches
-    OldLogps            log-probabilities under the reference and the old policy      minibatches
-    MicroBatch          the completions of one forward pass, with all their tensors   minibatches
+    Update              the completions of one minibatch, in batches by length        minibatches
+    Columns             their log-probs and advantages, a row for each completion     minibatches
 
 How this differs from the paper:
 1. Rejection sampling of rollouts by raw reward (RSO, Liu et al. 2023, algorithm 1; or exact draws
@@ -51,11 +50,12 @@ from common.config.grpo import GRPOConfig
 from common.errors import UserError
 from common.forward import Policy
 from common.grpo import minibatches, monitor, rollouts
-from common.grpo.minibatches import MicroBatch
+from common.grpo.minibatches import Columns, Update
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
 from common.losses import aggregate, kl_estimate, probability_ratio
 from common.model import fsdp, load
+from common.padding import AnyBatch
 from common.record import output_lock
 from common.run import Run
 from common.text.example import Example
@@ -108,7 +108,7 @@ def main(config: GRPOConfig) -> None:
     # One that does not move is not saved: it is read again on resuming.
     moving_reference = reference if config.ref_update_steps > 0 else None
     run = Run(policy, order, config, resume_from, vocabulary, moving_reference)
-    guarded_objective = run.guarded(objective)  # yours may raise in a step: the run is then saved
+    guarded = run.guarded(objective)  # yours may raise in a step: the run is then saved
     sample_groups = partial(sample_and_reward, run, sampler, scorer, config)
     step_monitor = StepMonitor(run.metrics, config)
 
@@ -130,27 +130,23 @@ def main(config: GRPOConfig) -> None:
             groups = rollouts.replace_flat(groups, train_set, sample_groups, config, step)
         # 2. Select G of the K by rejection sampling; plan which share an update and a forward
         selected = rollouts.select(groups, config, step)
-        plans = minibatches.plan_updates(selected, config, vocabulary, step)
+        updates = minibatches.plan_updates(selected, config, vocabulary, step)
         # 3. Log-probs (N*G, C) under the reference, and under the policy before its updates
-        before = minibatches.logps_before_updates(
-            policy, reference, plans, selected, config, run.metrics
+        columns = minibatches.logps_before_updates(
+            policy, reference, updates, selected, config, run.metrics
         )
         # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
         with run.saved_on_user_error(step):
-            advantages = minibatches.compute_advantages(selected, before.ref_logps, config, step)
+            advantages = minibatches.compute_advantages(selected, columns.ref_logps, config, step)
         step_monitor.record(selected, advantages, step)
-        # 5. One or several updates on every minibatch, each of a list of micro-batches
-        micro_batches = minibatches.make_micro_batches(selected, plans, before, advantages, config)
-        check_first_rollout(policy, micro_batches, config, step)
-        for batches, is_new in minibatches.updates(micro_batches, config, run.metrics):
-            batch_losses = []  # one of each micro-batch, to be checked
-            for batch in run.micro_batches(batches):
-                loss = grpo_loss(
-                    policy, batch, guarded_objective, config, step_monitor, is_new=is_new
-                )
-                loss.backward()
-                batch_losses.append(loss.detach())
-            run.update(batch_losses)
+        columns = columns.with_advantages(advantages)
+        # 5. One or several updates on every minibatch, in micro-batches
+        check_first_rollout(policy, updates, columns, config, step)
+        for update, is_new in minibatches.repeated(updates, config, run.metrics):
+            for batch in run.micro_batches(update.batches):
+                rows = columns.of(batch)
+                run.backward(grpo_loss(policy, batch, rows, update, guarded, step_monitor, is_new))
+            run.update()
         if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
             fsdp.mix_into(moving_reference, policy, config.ref_mixup_alpha)
         run.end_step(evaluate, show_samples)
@@ -219,68 +215,64 @@ def sample_and_reward(
 
 
 def check_first_rollout(
-    policy: Policy, micro_batches: Sequence[list[MicroBatch]], config: GRPOConfig, step: int
+    policy: Policy, updates: Sequence[Update], columns: Columns, config: GRPOConfig, step: int
 ) -> None:
     """At step 0 check that sampler, trainer and a reference of equal weights agree. Collective."""
-    if config.self_check and step == 0 and micro_batches:
-        first = micro_batches[0][0]
+    if config.self_check and step == 0 and updates:
+        first = updates[0].batches[0]
+        rows = columns.of(first)
         is_same = config.ref_model_name_or_path == config.model_name_or_path
-        ref_logps = first.ref_logps if is_same else None
+        ref_logps = rows.ref_logps if is_same else None
         self_checks.sampler_equals_trainer(
-            policy, first.batch, first.sampled_logps, ref_logps, config, config.temperature
+            policy, first, rows.sampled_logps, ref_logps, config, config.temperature
         )
 
 
 def grpo_loss(
     policy: Policy,
-    micro_batch: MicroBatch,
+    batch: AnyBatch,  # B completions
+    rows: Columns,  # of these
+    update: Update,  # that the batch is a part of
     objective: "Callable[..., tuple[Tensor, dict[str, Tensor]]]",  # a `PolicyObjective`
-    config: GRPOConfig,
     step_monitor: StepMonitor,
-    *,
-    is_new: bool,
+    is_new: bool,  # the policy was not trained on them before
 ) -> Tensor:
-    """A micro-batch's share of the loss of an update, a scalar; its metrics go to the monitor.
-
-    `is_new`: the completions were not trained on before.
-    """
-    batch, metrics = micro_batch.batch, step_monitor.metrics
-    mask = batch.completion_mask  # (B, C)
-    scores = policy(
-        batch, temperature=config.temperature, with_entropy=True, reference=micro_batch.ref_states
-    )
+    """A micro-batch's share of the loss of an update, a scalar; its metrics go to the monitor."""
+    metrics, config, mask = step_monitor.metrics, step_monitor.config, batch.completion_mask
+    states = rows.ref_states.get(id(batch))
+    scores = policy(batch, temperature=config.temperature, with_entropy=True, reference=states)
     logps = scores.token_logps  # (B, C)
-    old_logps = logps.detach() if micro_batch.old_logps is None else micro_batch.old_logps
+    old_logps = logps.detach() if rows.old_logps is None else rows.old_logps
     num_tokens, num_real = mask.sum(), batch.is_real.sum()
     per_token, measures = objective(
-        logps, old_logps, micro_batch.sampled_logps, micro_batch.advantages, mask
+        logps, old_logps, rows.sampled_logps, rows.advantages, mask
     )  # (B, C)
     step_monitor.record_objective(measures, mask, num_tokens)
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * scores.entropy
-    if micro_batch.ref_logps is not None:
+    if rows.ref_logps is not None:
         if config.has_exact_kl:
             kl = scores.kl  # (B, C)
         else:
             estimator, _, option = config.kl_estimator.partition("_")
-            kl = kl_estimate(logps, micro_batch.ref_logps, estimator=estimator)  # (B, C)
+            kl = kl_estimate(logps, rows.ref_logps, estimator=estimator)  # (B, C)
             if option == "ratio":
                 kl = kl * probability_ratio(logps, old_logps, mask)
         metrics.add("kl", (kl * mask).sum(), num_real)
         if not config.has_kl_in_reward:
             per_token = per_token + config.beta * kl
+    denominators = update.denominators_of(rows)
     loss = aggregate(
         per_token,
         mask,
         aggregation=config.aggregation,
         max_length=config.max_completion_length,
-        **micro_batch.denominators._asdict(),
+        **denominators._asdict(),
     )
-    metrics.add("loss", loss * micro_batch.denominators.num_sequences, num_real)
+    metrics.add("loss", loss * denominators.num_sequences, num_real)
     metrics.add("entropy", scores.entropy.sum(), num_tokens)
     if is_new:
-        gaps = (micro_batch.sampled_logps - old_logps) * mask
-        metrics.add("sampler_kl", gaps.sum(), num_tokens)
+        metrics.add("sampler_kl", ((rows.sampled_logps - old_logps) * mask).sum(), num_tokens)
     return loss
 
 

@@ -98,7 +98,6 @@ def main(config: RewardConfig) -> None:
         )
         # Over all micro-batches and ranks: ranks sum their gradients (`fsdp.shard`)
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
-        batch_losses = []  # one of each micro-batch, to be checked
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
             pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
@@ -106,12 +105,11 @@ def main(config: RewardConfig) -> None:
             losses = pair_losses(rewards, margin_of_row[pairs.indices], config)  # (N,)
             total = (losses * real).sum()
             loss = total / num_pairs
-            loss.backward()
-            batch_losses.append(loss.detach())
+            run.backward(loss)
             run.metrics.add("loss", total, real.sum())
             longer = wins(*pairs.of(batch.completion_mask.sum(-1)).unbind(-1))  # (N,)
             pair_scores.add_pair_metrics(run.metrics, rewards, real, chosen_longer=longer)
-        run.update(batch_losses)
+        run.update()
         run.end_step(evaluate)
 
     def shift() -> float:

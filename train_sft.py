@@ -76,15 +76,13 @@ def main(config: SFTConfig) -> None:
         )
         # Over all micro-batches and ranks: ranks sum their gradients (`fsdp.shard`)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
-        batch_losses = []  # one of each micro-batch, to be checked
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
             token_logps = policy(batch).token_logps  # (B, C)
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
-            loss.backward()
-            batch_losses.append(loss.detach())
+            run.backward(loss)
             run.metrics.add("loss", loss * num_tokens, batch.num_tokens)
-        run.update(batch_losses)
+        run.update()
         run.end_step(evaluate, show_samples, tokens=num_tokens)
 
     # Export, final evaluation

@@ -6,7 +6,7 @@ It is no Trainer: the loop, the loss and the counts of a stage are in its script
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from common.text.example import Vocabulary
 if TYPE_CHECKING:
     from common.objectives.kinds import PolicyObjective, PreferenceLoss
 
-Batch = TypeVar("Batch", bound=Any)  # a batch, or what holds one as its `batch`
 Hook = Callable[[int], None]  # evaluates, or shows samples, after so many steps
 
 
@@ -65,8 +64,9 @@ class Run:
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
         self.vocabulary = vocabulary
         self.model_folder = Path(config.output_dir) / "model"  # the exported model
-        self.batches: Sequence[Any] = []  # of the current update
-        self.batch: Any = None  # the current one of these
+        self.batches: Sequence[AnyBatch] = []  # of the current update
+        self.batch: AnyBatch | None = None  # the current one of these
+        self.losses: list[Tensor] = []  # of those before it
         self.make_batches: Callable[[int], list[AnyBatch]] | None = None  # of `prefetched`
         self.made_ahead: dict[int, list[AnyBatch]] = {}  # micro-batches by step
         self.has_updated = False  # in the current step
@@ -146,8 +146,8 @@ class Run:
             return objective
 
         def call(*values: Any) -> Any:
-            batch = getattr(self.batch, "batch", self.batch)
-            where = f"at step {self.step + 1}, {naming_rows(batch.source_rows)}"
+            assert self.batch is not None
+            where = f"at step {self.step + 1}, {naming_rows(self.batch.source_rows)}"
             with self.saved_on_user_error(self.step), naming("", where, is_ours=True):
                 return objective(*values)
 
@@ -162,14 +162,14 @@ class Run:
         self.make_batches = make
         return self.made_ahead.pop(step, None) or make(step)
 
-    def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+    def micro_batches(self, batches: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
         """An update's micro-batches, one by one, within a step of `steps`. Collective.
 
         Gradients are reduced in the last one's backward, or with `shard_gradients` in every one.
         Raises Stopped if a signal asked the run to stop, and it is saved: only before the first
         update of a step, which is then dropped as a whole.
         """
-        self.batches = batches
+        self.batches, self.losses = batches, []
         if self.forecast:
             self.forecast.begin_update()
         for i, batch in enumerate(batches):
@@ -180,23 +180,28 @@ class Run:
             self.batch = batch
             yield batch
             if self.forecast and not self.forecast.is_made:
-                sizes = [getattr(b, "batch", b).input_ids.numel() for b in batches]
+                sizes = [each.input_ids.numel() for each in batches]
                 self.print_forecast(self.forecast.by_part(sizes, i + 1))
         following = self.step + 1
         if self.make_batches and following < self.total_steps:
             self.made_ahead = {following: self.make_batches(following)}
 
-    def update(self, losses: list[Tensor]) -> None:
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's share of the loss, a scalar. Collective."""
+        loss.backward()
+        self.losses.append(loss.detach())
+
+    def update(self) -> None:
         """Clip and take an optimiser step, on the gradients of `micro_batches`. Collective.
 
-        Their losses, of this rank, are only checked. Gradients are cleared. A RuntimeError names
-        the rows if a loss or gradient is not finite; nothing was changed then.
+        Gradients are cleared. A RuntimeError names the rows if a loss or gradient is not finite;
+        nothing was changed then.
         """
         from common.model import optim
 
         try:
             values = optim.clip_and_step(
-                self.optimizer, self.config, self.step, self.total_steps, torch.stack(losses)
+                self.optimizer, self.config, self.step, self.total_steps, torch.stack(self.losses)
             )
         except optim.NonFiniteError as error:
             rows = non_finite_rows(self.module, self.batches)
@@ -306,12 +311,12 @@ def step_work(lm: Any, order: BatchOrder, config: TrainConfig) -> str:
     return text
 
 
-def non_finite_rows(module: nn.Module, batches: Sequence[Any]) -> str:
+def non_finite_rows(module: nn.Module, batches: Sequence[AnyBatch]) -> str:
     """A sentence that names the rows with scores of NaN or infinity. Collective."""
     module.zero_grad(set_to_none=True)
     bad: set[int] = set()
-    for micro_batch in batches:
-        batch = getattr(micro_batch, "batch", micro_batch).to(distributed.device())
+    for batch in batches:
+        batch = batch.to(distributed.device())
         with torch.no_grad():
             scores = module(batch)
         scores = getattr(scores, "token_logps", scores)  # (B, C) or (B,)

@@ -1,15 +1,14 @@
-"""From selected completions to the micro-batches of a step's updates.
+"""From selected completions to the updates of a step.
 
 `plan_updates` plans which completions share an update and a forward pass, `logps_before_updates`
-computes their log-probabilities, `compute_advantages` their advantages; `make_micro_batches` puts
-all of it into micro-batches, once. Until then tensors are indexed by slot (see `rollouts`).
+computes their log-probabilities, `compute_advantages` their advantages. All of these are columns of
+one table with a row for each slot (see `rollouts`), of which a loss takes its batch's rows.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,32 +46,44 @@ class Denominators(NamedTuple):
     num_prompts: Tensor  # that have one
 
 
-class UpdatePlan(NamedTuple):
-    """The completions of one minibatch, in batches; every rank has the same number of them."""
-
-    batches: list[AnyBatch]  # on the device
-    denominators: Denominators
-
-
-class OldLogps(NamedTuple):
-    """Log-probabilities (N*G, C), by slot, before the updates of a step."""
-
-    ref_logps: Tensor | None  # None with beta 0
-    old_logps: Tensor | None  # of the policy; None with one update per rollout: old = current
-    ref_states: list[ReferenceStates]  # of each batch in order; for the exact KL only
-
-
 @dataclass(frozen=True)
-class MicroBatch:
-    """Completions that share a forward pass, with all that their loss needs, on the device."""
+class Columns:
+    """What the loss takes of completions, on the device: a row for each of N*G slots, or of B."""
 
-    batch: AnyBatch  # B completions
+    sampled_logps: Tensor  # (N*G, C) nats, under the sampler
+    prompt_tokens: Tensor | None = None  # (N*G,) of the prompt's completions; for `prompt` only
+    ref_logps: Tensor | None = None  # (N*G, C) under the reference; None with beta 0
+    old_logps: Tensor | None = None  # (N*G, C) under the policy before several updates; None: one
+    advantages: Tensor | None = None  # (N*G,), or (N*G, C) where steps are rewarded
+    ref_states: dict[int, ReferenceStates] = field(
+        default_factory=dict
+    )  # by a batch's id; exact KL
+
+    def of(self, batch: AnyBatch) -> "Columns":
+        """The rows of a batch's B completions; 0 at padding."""
+        mask, rows = batch.completion_mask, dict[str, Any]()  # (B, C), C at most the table's
+        for name, column in vars(self).items():
+            if isinstance(column, Tensor):
+                values = column[batch.slots]
+                rows[name] = values if values.dim() == 1 else values[:, : mask.shape[1]] * mask
+        return replace(self, **rows)
+
+    def with_advantages(self, advantages: Tensor) -> "Columns":
+        """The table with advantages (N, G) or (N, G, C)."""
+        return replace(self, advantages=on_device(advantages.flatten(0, 1), distributed.device()))
+
+
+class Update(NamedTuple):
+    """The completions of an optimiser update; every rank has the same number of batches."""
+
+    batches: list[AnyBatch]  # a forward pass each, on the device
     denominators: Denominators
-    advantages: Tensor  # (B,), or (B, C) where steps are rewarded
-    sampled_logps: Tensor  # (B, C) from the sampler
-    old_logps: Tensor | None  # (B, C)
-    ref_logps: Tensor | None  # (B, C)
-    ref_states: ReferenceStates | None
+
+    def denominators_of(self, rows: Columns) -> Denominators:
+        """Those of a batch's rows: with the aggregation `prompt` each has its prompt's tokens."""
+        if rows.prompt_tokens is None:
+            return self.denominators
+        return self.denominators._replace(num_tokens=rows.prompt_tokens)
 
 
 # ---- completions that go together ----------------------------------------------------------------
@@ -80,7 +91,7 @@ class MicroBatch:
 
 def plan_updates(
     selected: SelectedCandidates, config: GRPOConfig, vocabulary: Vocabulary, step: int
-) -> list[UpdatePlan]:
+) -> list[Update]:
     """Split the completions that count into updates, and each into batches by length. Collective.
 
     An update in which nothing counts on any rank is left out.
@@ -89,14 +100,14 @@ def plan_updates(
     masks = [assigned == m for m in range(config.num_minibatches)]  # (N,) each
     shares = [selected.counted & mask[:, None] for mask in masks]  # (N, G) each
     sums = [[share.sum(), selected.lengths[share].sum(), share.any(1).sum()] for share in shares]
-    plans = []
+    updates = []
     for share, totals in zip(shares, distributed.all_reduce_sum(torch.tensor(sums)), strict=True):
         if totals[0] > 0:
             packed = data.pack_micro_batches(prompt_groups(selected, share, config), config)
             batches = [data.collate(groups, config, vocabulary.pad_id) for groups in packed]
             denominators = Denominators(*on_device(totals.float(), device))
-            plans.append(UpdatePlan([batch.to(device) for batch in batches], denominators))
-    return plans
+            updates.append(Update([batch.to(device) for batch in batches], denominators))
+    return updates
 
 
 def assign_minibatch(selected: SelectedCandidates, config: GRPOConfig, step: int) -> Tensor:
@@ -130,32 +141,46 @@ def prompt_groups(
 # ---- log-probabilities by slot -------------------------------------------------------------------
 
 
+def sampled_columns(selected: SelectedCandidates, config: GRPOConfig) -> Columns:
+    """The table with what sampling alone says."""
+    device = distributed.device()
+    columns = Columns(on_device(selected.rollouts.token_logps, device))
+    if config.aggregation == "prompt":
+        sums = (selected.lengths * selected.counted).sum(1, keepdim=True)  # (N, 1)
+        prompt_tokens = sums.expand_as(selected.counted).flatten()
+        columns = replace(columns, prompt_tokens=on_device(prompt_tokens, device))
+    return columns
+
+
 @torch.no_grad()
 def logps_before_updates(
     policy: Policy,
     reference: "Policy | AdapterReference | None",
-    plans: Sequence[UpdatePlan],
+    updates: Sequence[Update],
     selected: SelectedCandidates,
     config: GRPOConfig,
     metrics: Accumulator,
-) -> OldLogps:
-    """Log-probs under the reference and, if several updates follow, the policy. Collective."""
-    batches = [batch for plan in plans for batch in plan.batches]
-    ref_logps = old_logps = None
-    ref_states: list[ReferenceStates] = []
+) -> Columns:
+    """Log-probs under sampler, reference and, before several updates, the policy. Collective."""
+    batches = [batch for update in updates for batch in update.batches]
+    columns = sampled_columns(selected, config)
     at, exact = config.temperature, config.has_exact_kl
     with metrics.timed("reference_seconds"):
         if reference:
             scores = [reference(batch, temperature=at, with_hidden=exact) for batch in batches]
             ref_logps = values_by_slot(selected, batches, [each.token_logps for each in scores])
+            columns = replace(columns, ref_logps=ref_logps)
             if exact:
                 num_ids = policy.lm.config.get_text_config().vocab_size
                 head = reference_head(reference, config, num_ids)
-                ref_states = [ReferenceStates(each.hidden, head) for each in scores]
+                states = [ReferenceStates(each.hidden, head) for each in scores]
+                columns = replace(
+                    columns, ref_states=dict(zip(map(id, batches), states, strict=True))
+                )
         if config.num_iterations * config.num_minibatches > 1:
             logps = [policy(batch, temperature=at).token_logps for batch in batches]
-            old_logps = values_by_slot(selected, batches, logps)
-    return OldLogps(ref_logps, old_logps, ref_states)
+            columns = replace(columns, old_logps=values_by_slot(selected, batches, logps))
+    return columns
 
 
 def values_by_slot(
@@ -246,54 +271,13 @@ def advantages_of_steps(selected: SelectedCandidates, config: GRPOConfig) -> Ten
     return of_tokens.view(*selected.indices.shape, -1)
 
 
-# ---- micro-batches -------------------------------------------------------------------------------
+# ---- updates -------------------------------------------------------------------------------------
 
 
-def make_micro_batches(
-    selected: SelectedCandidates,
-    plans: Sequence[UpdatePlan],
-    before: OldLogps,
-    advantages: Tensor,
-    config: GRPOConfig,
-) -> list[list[MicroBatch]]:
-    """Make the micro-batches of every minibatch, each with the values of its completions."""
-    device, ref_states = distributed.device(), iter(before.ref_states)
-    advantages = on_device(advantages.flatten(0, 1), device)  # (N*G,) or (N*G, C)
-    sampled_logps = on_device(selected.rollouts.token_logps, device)  # (N*G, C)
-    prompt_tokens = (selected.lengths * selected.counted).sum(1, keepdim=True)
-    prompt_tokens = prompt_tokens.expand_as(selected.counted).flatten()
-    prompt_tokens = on_device(prompt_tokens, device)  # (N*G,), those of all completions of a prompt
-    micro_batches: list[list[MicroBatch]] = []
-    for plan in plans:
-        micro_batches.append([])
-        for batch in plan.batches:
-            denominators, values = plan.denominators, partial(values_of_batch, batch)
-            if config.aggregation == "prompt":
-                denominators = denominators._replace(num_tokens=values(prompt_tokens))
-            micro_batches[-1].append(
-                MicroBatch(
-                    batch,
-                    denominators,
-                    advantages=values(advantages),
-                    sampled_logps=values(sampled_logps),
-                    old_logps=None if before.old_logps is None else values(before.old_logps),
-                    ref_logps=None if before.ref_logps is None else values(before.ref_logps),
-                    ref_states=next(ref_states, None),
-                )
-            )
-    return micro_batches
-
-
-def values_of_batch(batch: AnyBatch, values: Tensor) -> Tensor:
-    """A batch's rows, (B,) or (B, C), of values by slot, (N*G,) or (N*G, C); 0 at padding."""
-    values, mask = values[batch.slots], batch.completion_mask
-    return values if values.dim() == 1 else values[:, : mask.shape[1]] * mask
-
-
-def updates(
-    minibatches: Sequence[list[MicroBatch]], config: GRPOConfig, metrics: Accumulator
-) -> Iterator[tuple[list[MicroBatch], bool]]:
-    """The updates of a rollout, timed: micro-batches, and whether they are new to the policy."""
+def repeated(
+    updates: Sequence[Update], config: GRPOConfig, metrics: Accumulator
+) -> Iterator[tuple[Update, bool]]:
+    """The updates of all passes over a rollout, timed, and whether they are the first pass's."""
     with metrics.timed("update_seconds"):
-        for iteration, batches in product(range(config.num_iterations), minibatches):
-            yield batches, iteration == 0
+        for iteration, update in product(range(config.num_iterations), updates):
+            yield update, iteration == 0

@@ -11,7 +11,7 @@ import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -28,13 +28,13 @@ from common.config.grpo import GRPOConfig
 from common.errors import UserError
 from common.forward import Policy, ReferenceStates
 from common.grpo import minibatches, rollouts
-from common.grpo.minibatches import MicroBatch, OldLogps
+from common.grpo.minibatches import Columns, Denominators
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups, SelectedCandidates, select
 from common.losses import AGGREGATIONS, aggregate, kl_estimate
 from common.model import fsdp
 from common.objectives.kinds import PolicyObjective
-from common.padding import MAKERS
+from common.padding import MAKERS, AnyBatch
 from common.record.metrics import Accumulator
 from common.rewards import functions
 from common.rewards.score import RewardLog, Rewards
@@ -81,12 +81,34 @@ def part_of(groups: Groups, indices: list[int]) -> Groups:
     return Groups(examples, groups.real[indices], drawn, groups.rewards[indices], {})
 
 
+class MicroBatch(NamedTuple):
+    """The completions of a forward pass, with what their loss takes."""
+
+    batch: AnyBatch
+    rows: Columns
+    denominators: Denominators
+
+    def with_sampled(self, sampled_logps: Tensor) -> "MicroBatch":
+        return self._replace(rows=replace(self.rows, sampled_logps=sampled_logps))
+
+    def loss(self, policy: Policy, config: GRPOConfig, watch: StepMonitor) -> Tensor:
+        """That of `train_grpo.py`, the only batch of its update."""
+        update = minibatches.Update([self.batch], self.denominators)
+        objective = config.objective
+        return train_grpo.grpo_loss(policy, self.batch, self.rows, update, objective, watch, True)
+
+
 def collated(selected: SelectedCandidates, config: GRPOConfig) -> list[list[MicroBatch]]:
     """The micro-batches of every update, without a reference."""
     advantages = minibatches.compute_advantages(selected, None, config)
-    plans = minibatches.plan_updates(selected, config, tiny.vocabulary(pad_id=PAD), 0)
-    before = OldLogps(None, None, [])
-    return minibatches.make_micro_batches(selected, plans, before, advantages, config)
+    updates = minibatches.plan_updates(selected, config, tiny.vocabulary(pad_id=PAD), 0)
+    columns = minibatches.sampled_columns(selected, config).with_advantages(advantages)
+    micro_batches = []
+    for update in updates:
+        rows = [columns.of(batch) for batch in update.batches]
+        counts = map(update.denominators_of, rows)
+        micro_batches.append([*map(MicroBatch, update.batches, rows, counts)])
+    return micro_batches
 
 
 def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tensor]:
@@ -101,9 +123,9 @@ def gradient(policy: Policy, groups: Groups, config: GRPOConfig) -> Tensor:
     clip = PolicyObjective.find("clip")
     for micro_batch in prepared(groups, config)[0]:
         logps, mask = policy(micro_batch.batch).token_logps, micro_batch.batch.completion_mask
-        per_token, _ = clip(logps, logps.detach(), logps, micro_batch.advantages, mask)
+        per_token, _ = clip(logps, logps.detach(), logps, micro_batch.rows.advantages, mask)
         if config.beta > 0:
-            nearby = logps.detach() + 0.02 * micro_batch.sampled_logps
+            nearby = logps.detach() + 0.02 * micro_batch.rows.sampled_logps
             per_token = per_token + config.beta * kl_estimate(logps, nearby)
         options = {"aggregation": config.aggregation, "max_length": config.max_completion_length}
         aggregate(per_token, mask, **options, **micro_batch.denominators._asdict()).backward()
@@ -192,12 +214,13 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     seen = set()
     (micro_batches,) = collated(selected, config)
     for micro_batch in micro_batches:
-        assert micro_batch.ref_logps is micro_batch.old_logps is micro_batch.ref_states is None
-        assert micro_batch.sampled_logps.shape == micro_batch.batch.completion_mask.shape
-        assert (micro_batch.sampled_logps[~micro_batch.batch.completion_mask] == 0).all()
+        assert micro_batch.rows.ref_logps is micro_batch.rows.old_logps is None
+        assert not micro_batch.rows.ref_states
+        assert micro_batch.rows.sampled_logps.shape == micro_batch.batch.completion_mask.shape
+        assert (micro_batch.rows.sampled_logps[~micro_batch.batch.completion_mask] == 0).all()
         for row in micro_batch.batch.is_real.nonzero().flatten().tolist():
             mask: Tensor = micro_batch.batch.completion_mask[row]
-            sampled = micro_batch.sampled_logps[row][mask]
+            sampled = micro_batch.rows.sampled_logps[row][mask]
             n, g = divmod(int(micro_batch.batch.slots[row]), 3)
             source = 4 * n + int(kept[n, g])
             assert (n, g) not in seen
@@ -206,7 +229,9 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
             seen.add((n, g))
     assert seen == {(n, g) for n in (0, 1, 3) for g in range(3)} - {(1, 2)}
     batches = [x.batch for x in micro_batches]
-    again = minibatches.values_by_slot(selected, batches, [x.sampled_logps for x in micro_batches])
+    again = minibatches.values_by_slot(
+        selected, batches, [x.rows.sampled_logps for x in micro_batches]
+    )
     expected = selected.rollouts.token_logps * counted.view(-1, 1)
     torch.testing.assert_close(again.cpu(), expected, rtol=0, atol=0)
 
@@ -544,9 +569,8 @@ def test_the_first_update_is_not_clipped_where_the_sampler_drifted():
     policy.zero_grad()
     for batch in prepared(groups, config)[0]:
         with torch.no_grad():
-            drifted = policy(batch.batch).token_logps + 0.5 * batch.advantages[:, None].sign()
-        batch = replace(batch, sampled_logps=drifted)
-        train_grpo.grpo_loss(policy, batch, config.objective, config, watch, is_new=True).backward()
+            drifted = policy(batch.batch).token_logps + 0.5 * batch.rows.advantages[:, None].sign()
+        batch.with_sampled(drifted).loss(policy, config, watch).backward()
     torch.testing.assert_close(flat_gradient(policy), expected)
     assert watch.metrics.reduce()["clip_fraction"] == 0
 
@@ -584,22 +608,24 @@ def test_the_sampler_counts_where_an_objective_names_it(objective: str, term: An
     watch = StepMonitor(Accumulator("cpu"), config)
     micro_batches = []
     for batch in prepared(groups, config)[0]:
-        shift = -batch.advantages.sign() * torch.where(batch.batch.slots % 2 == 0, 0.5, 1.0)
+        shift = -batch.rows.advantages.sign() * torch.where(batch.batch.slots % 2 == 0, 0.5, 1.0)
         with torch.no_grad():
             sampled = policy(batch.batch).token_logps + shift[:, None]
-        micro_batches.append(replace(batch, sampled_logps=sampled * batch.batch.completion_mask))
+        micro_batches.append(batch.with_sampled(sampled * batch.batch.completion_mask))
     policy.zero_grad()
     for batch in micro_batches:
         logps, mask = policy(batch.batch).token_logps, batch.batch.completion_mask
         total = 0.0 * logps.sum()
-        for pi, mu, a, m in zip(logps, batch.sampled_logps, batch.advantages, mask, strict=True):
+        for pi, mu, a, m in zip(
+            logps, batch.rows.sampled_logps, batch.rows.advantages, mask, strict=True
+        ):
             gap = float((mu[m] - pi[m]).detach().mean())
             total = total + term(pi[m], mu[m], a, gap).sum() / (12 * 8)
         total.backward()
     expected = flat_gradient(policy)
     policy.zero_grad()
     for batch in micro_batches:
-        train_grpo.grpo_loss(policy, batch, config.objective, config, watch, is_new=True).backward()
+        batch.loss(policy, config, watch).backward()
     ours = flat_gradient(policy)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5 * float(expected.norm()))
     plain = gradient(policy, groups, config)
@@ -911,8 +937,8 @@ def test_a_signal_between_the_updates_of_a_step_waits_for_the_last_one(base, mon
     """A checkpoint between them would hold some of them, and resuming would repeat these."""
     flags, update = OFF_POLICY | {"num_minibatches": 2}, Run.update
 
-    def signalled(run: Run, losses: list[torch.Tensor]) -> None:
-        update(run, losses)
+    def signalled(run: Run) -> None:
+        update(run)
         if run.step == 1:
             monkeypatch.setattr(signals, "_first", (signal.SIGTERM, 0.0))
 
