@@ -26,33 +26,33 @@ Writes `results.json`, `scores.jsonl` (what every system scores on every pair), 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from common import distributed, launch, scoring, self_checks
 from common.config.evaluate import EvaluateConfig
 from common.errors import UserError
-from common.evaluation import measure, records, runs
+from common.evaluation import judges, measure, records, runs, summary
 from common.evaluation.records import PairScores, PromptRecord
+from common.evaluation.results import Results, score_name, write_results
+from common.evaluation.win_rates import all_win_rates
 from common.forward import Policy
 from common.model import fsdp, load
-from common.record.run_folder import save_run_files
+from common.objectives.user_files import load_from_file
+from common.record.environment import save_run_files
+from common.report import evaluation_report
+from common.rewards.score import RewardFunctions
+from common.sampling.sampler import Sampler
+from common.sampling.vllm.sampler import EngineSampler
 from common.text.example import Example, Vocabulary
-
-if TYPE_CHECKING:
-    from common.rewards.score import RewardFunctions
+from common.text.reading import evaluated_split, has_pairs, load_examples, note_unused_template
 
 WRITTEN = (records.RESULTS, "report.html", "report.md", records.SCORES, records.COMPLETIONS)
 
 
 def main(config: EvaluateConfig) -> None:
     """Score pairs and generations with every system, write the results, print the table."""
-    from common.evaluation import judges, summary
-    from common.evaluation.results import Results, score_name, write_results
-    from common.evaluation.win_rates import all_win_rates
-    from common.report import evaluation_report
-
     distributed.start(config.ddp_timeout)
     distributed.seed_everything(config.seed)
 
@@ -169,11 +169,8 @@ def read_policy_configs(
 
 def find_judges(
     policies: Sequence[str], vocabulary: Vocabulary, config: EvaluateConfig
-) -> tuple["RewardFunctions", dict[str, Any]]:
+) -> tuple[RewardFunctions, dict[str, Any]]:
     """The rewards, still without models, and by name the functions that compare completions."""
-    from common.objectives.user_files import load_from_file
-    from common.rewards.score import RewardFunctions
-
     comparing = {path: load_from_file(path, "--judge_funcs") for path in config.judge_funcs}
     judging = [*config.reward_models, *config.reward_funcs]
     rewards = RewardFunctions.find(judging, [], vocabulary, config, [*policies, *comparing])
@@ -193,14 +190,11 @@ def generate(
     name: str,
     policy: Policy,
     reference: Policy | None,
-    rewards: "RewardFunctions",
+    rewards: RewardFunctions,
     prompts: Sequence[Example],
     config: EvaluateConfig,
 ) -> None:
     """Add a policy's completions of N prompts, K each with their measurements. Collective."""
-    from common.sampling.sampler import Sampler
-    from common.sampling.vllm.sampler import EngineSampler
-
     longest = config.max_new_tokens or config.max_completion_length
     sampler_config = replace(config, max_completion_length=longest)
     sampler_class = EngineSampler if config.rollout_server else Sampler
@@ -221,19 +215,12 @@ def generate(
 
 
 def load_data(
-    config: EvaluateConfig, vocabulary: Vocabulary, rewards: "RewardFunctions"
+    config: EvaluateConfig, vocabulary: Vocabulary, rewards: RewardFunctions
 ) -> tuple[str, str, Sequence[Example], Sequence[Example]]:
     """Data set and split, the pairs to judge and the prompts to sample from; either may be none.
 
     Without pairs data set and split are those of the prompts. A UserError without both.
     """
-    from common.text.reading import (
-        evaluated_split,
-        has_pairs,
-        load_examples,
-        note_unused_template,
-    )
-
     pairs: Sequence[Example] = []
     prompts: Sequence[Example] = []
     dataset, split_name = config.dataset_name, ""

@@ -24,23 +24,22 @@ usual: this loss trains only their difference.
 import gc
 
 from common import data, distributed, launch, scoring, self_checks
+from common.checkpoint.resume import find_checkpoint
 from common.config.dpo import DPOConfig
 from common.evaluation import pair_scores
 from common.forward import Policy, sequence_scores
 from common.model import fsdp, load
+from common.model.lora import AdapterReference
 from common.pairs.reference import PairReference
 from common.record import output_lock
 from common.run import Run
+from common.sampling.sampler import Sampler
+from common.text import reading
 
 
 @output_lock.given_up_on_error()
 def main(config: DPOConfig) -> None:
     """Train, export, evaluate."""
-    from common.checkpoint.resume import find_checkpoint
-    from common.model.lora import AdapterReference
-    from common.sampling.sampler import Sampler  # for the table of samples
-    from common.text import reading
-
     distributed.start(config.ddp_timeout)
     distributed.seed_everything(config.seed)
     mesh = distributed.mesh(config.num_replicas)

@@ -40,42 +40,38 @@ measured on held-out prompts, where over-optimisation of the reward shows.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
+from common.checkpoint.resume import find_checkpoint
 from common.config.grpo import GRPOConfig
 from common.errors import UserError
 from common.forward import Policy
 from common.grpo import minibatches, monitor, rollouts
+from common.grpo.held_out import HeldOut
 from common.grpo.minibatches import Columns, Update
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
 from common.losses import aggregate, kl_estimate, probability_ratio
 from common.model import fsdp, load
+from common.model.lora import AdapterReference
 from common.padding import AnyBatch
 from common.record import output_lock
+from common.record.glossary import LOGGED_PREFIX
+from common.rewards.score import RewardFunctions
 from common.run import Run
+from common.sampling.sampler import Sampler
+from common.sampling.vllm.sampler import EngineSampler
+from common.text import reading
 from common.text.example import Example
-
-if TYPE_CHECKING:
-    from common.model.lora import AdapterReference
-    from common.rewards.score import RewardFunctions
-    from common.sampling.sampler import Sampler
 
 
 @output_lock.given_up_on_error()
 def main(config: GRPOConfig) -> None:
     """Train, export, evaluate."""
-    from common.checkpoint.resume import find_checkpoint
-    from common.grpo.held_out import HeldOut
-    from common.rewards.score import RewardFunctions
-    from common.sampling.sampler import Sampler
-    from common.sampling.vllm.sampler import EngineSampler
-    from common.text import reading
-
     distributed.start(config.ddp_timeout)
     distributed.seed_everything(config.seed)
 
@@ -157,14 +153,12 @@ def main(config: GRPOConfig) -> None:
 
 def load_reference(
     policy: Policy, ref_config: Any, config: GRPOConfig, mesh: DeviceMesh
-) -> "Policy | AdapterReference | None":
+) -> Policy | AdapterReference | None:
     """The frozen reference: the policy's base under LoRA, None where no KL is taken. Collective."""
     if config.beta == 0:
         return None
     path = config.ref_model_name_or_path
     if config.lora_r and path == config.model_name_or_path:
-        from common.model.lora import AdapterReference
-
         return AdapterReference(policy)
     sizes = [each.get_text_config().vocab_size for each in (ref_config, policy.lm.config)]
     if config.has_exact_kl and sizes[0] < sizes[1]:
@@ -183,8 +177,8 @@ def load_reference(
 
 def sample_and_reward(
     run: Run,
-    sampler: "Sampler",
-    scorer: "RewardFunctions",
+    sampler: Sampler,
+    scorer: RewardFunctions,
     config: GRPOConfig,
     examples: list[Example],
     real: Tensor,
@@ -193,8 +187,6 @@ def sample_and_reward(
 
     Raises Stopped where the run was asked to stop.
     """
-    from common.record.glossary import LOGGED_PREFIX
-
     run.checkpointer.stop_if_asked(run.step, at_once=True)
     bar = distributed.progress_bar(
         "rollouts", len(examples) * config.num_candidates, unit="completion"
@@ -233,7 +225,7 @@ def grpo_loss(
     batch: AnyBatch,  # B completions
     rows: Columns,  # of these
     update: Update,  # that the batch is a part of
-    objective: "Callable[..., tuple[Tensor, dict[str, Tensor]]]",  # a `PolicyObjective`
+    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]],  # a `PolicyObjective`
     step_monitor: StepMonitor,
     is_new: bool,  # the policy was not trained on them before
 ) -> Tensor:

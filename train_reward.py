@@ -39,22 +39,22 @@ import torch
 from torch import Tensor
 
 from common import data, distributed, launch, scoring, self_checks
+from common.checkpoint.resume import find_checkpoint
 from common.config.reward import RewardConfig
 from common.errors import UserError
 from common.evaluation import pair_scores
 from common.forward import RewardModel
 from common.losses import bradley_terry_loss, centering_penalty, wins
-from common.model import fsdp, load
+from common.model import checks, fsdp, load
 from common.record import output_lock
 from common.run import Run
+from common.text import chat, reading
 from common.text.example import Example, Vocabulary
 
 
 @output_lock.given_up_on_error()
 def main(config: RewardConfig) -> None:
     """Train, shift, export, evaluate."""
-    from common.checkpoint.resume import find_checkpoint
-
     distributed.start(config.ddp_timeout)
     distributed.seed_everything(config.seed)
     device = distributed.device()
@@ -129,9 +129,6 @@ def load_data(
     config: RewardConfig, vocabulary: Vocabulary, model_config: Any
 ) -> list[Sequence[Example]]:
     """Pairs to train on, held-out ones, and rows whose mean reward becomes 0, to their very end."""
-    from common.model import checks
-    from common.text import chat, reading
-
     train_set, eval_set = reading.load_splits(config, "preference", vocabulary)
     references, split = config.sft_dataset_name, config.dataset_train_split
     sft_set = reading.load_examples(

@@ -20,23 +20,21 @@ Launch (the last value of a flag wins; every field of a recipe is a flag):
 The exported `output_dir/model` is the next stages' `--model_name_or_path`.
 """
 
-from common import data, distributed, launch, self_checks
+from common import data, distributed, launch, scoring, self_checks
+from common.checkpoint.resume import find_checkpoint
 from common.config.stages import SFTConfig
 from common.forward import Policy
 from common.losses import sft_loss
 from common.model import fsdp, load
 from common.record import output_lock
 from common.run import Run
+from common.sampling.sampler import Sampler
+from common.text import reading
 
 
 @output_lock.given_up_on_error()
 def main(config: SFTConfig) -> None:
     """Train, export, evaluate."""
-    from common import scoring
-    from common.checkpoint.resume import find_checkpoint
-    from common.sampling.sampler import Sampler  # for the table of samples
-    from common.text import reading
-
     distributed.start(config.ddp_timeout)
     distributed.seed_everything(config.seed)
 

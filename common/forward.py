@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model.projection import Head, exact_tf32, token_statistics
+from common.model.shared_prefix import last_hidden_states
 from common.padding import AnyBatch, PaddedBatch, SharedPrefixBatch
 
 
@@ -53,8 +54,6 @@ class Policy(nn.Module):
 
         Both layouts give the same numbers up to rounding, by logits in float32.
         """
-        from common.model.shared_prefix import last_hidden_states
-
         if isinstance(batch, PaddedBatch):
             return self.score_padded(batch, temperature, with_entropy, with_hidden, reference)
         # Every prompt is computed once, and its completions do not see each other; only the M
@@ -141,8 +140,6 @@ class RewardModel(nn.Module):
 
     def forward(self, batch: AnyBatch) -> Tensor:
         """Reward (B,), float32, read at the last real token of each sequence."""
-        from common.model.shared_prefix import last_hidden_states
-
         if isinstance(batch, SharedPrefixBatch):
             states = last_hidden_states(self.lm, batch.input_ids, batch.position_ids, batch.layout)
             last_hidden = states[0, batch.last]  # (B, D) of (1, T, D)

@@ -13,9 +13,14 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from common import distributed
+from common.checkpoint import hf_folder
 from common.config.flags import values_of
+from common.config.parser import parse
 from common.config.stages import CommonConfig, TrainConfig
 from common.errors import FunctionError, UserError, of_full_disk
+from common.model import sizes
+from common.record import run_folder, terminal
+from common.shutdown import failures, processes, signals
 
 Config = TypeVar("Config", bound=CommonConfig)
 PATIENCE = 5.0  # seconds; torchrun looks at its processes ten times a second
@@ -29,12 +34,6 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     `ddp_timeout` seconds, and torchrun ends a rank within 30 s of a failure on its host. Files of a
     run are never writable for everybody, because a model may be loaded by others.
     """
-    from common.checkpoint import hf_folder
-    from common.config.parser import parse
-    from common.model import sizes
-    from common.record import run_folder, terminal
-    from common.shutdown import processes, signals
-
     status, config = 0, None
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     terminal.keep_printing()
@@ -96,8 +95,6 @@ def fail(error: BaseException) -> NoReturn:
     at once, and the others, which may have the same error, only after `PATIENCE`. A rank that lost
     its peers also waits, because one of them is the cause.
     """
-    from common.shutdown import failures, processes, signals
-
     if isinstance(error, SystemExit) and not dist.is_initialized():
         raise error  # --help
     if isinstance(error, KeyboardInterrupt):

@@ -6,23 +6,28 @@ It is no Trainer: the loop, the loss and the counts of a stage are in its script
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common import distributed
+from common.checkpoint import export
+from common.checkpoint.checkpointer import Checkpointer
 from common.config.stages import TrainConfig
 from common.data import BatchOrder
 from common.errors import MAX_NAMED, UserError, gist, naming, naming_rows
-from common.model import fsdp
+from common.model import fsdp, optim
+from common.objectives.kinds import PolicyObjective, PreferenceLoss
 from common.padding import AnyBatch
+from common.record import flops, output_lock
 from common.record.forecast import Forecast
+from common.record.logger import RunLogger
+from common.record.metrics import Accumulator
+from common.record.run_folder import mark_finished
 from common.record.terminal import about, format_seconds
+from common.report import plots
 from common.text.example import Vocabulary
-
-if TYPE_CHECKING:
-    from common.objectives.kinds import PolicyObjective, PreferenceLoss
 
 Hook = Callable[[int], None]  # evaluates, or shows samples, after so many steps
 
@@ -46,12 +51,6 @@ class Run:
         Checkpoints and the exported model hold the vocabulary's tokenizer and stop ids. A
         `moving_reference` is saved with the sharded module.
         """
-        from common.checkpoint import export
-        from common.checkpoint.checkpointer import Checkpointer
-        from common.model import optim
-        from common.record.logger import RunLogger
-        from common.record.metrics import Accumulator
-
         self.config, self.module, self.order = config, module, order
         self.total_steps = order.total_steps(config)  # earlier starts of the run included
         if 0 < self.total_steps <= config.warmup_steps:
@@ -101,8 +100,6 @@ class Run:
 
     def print_forecast(self, seconds: float | None) -> None:
         """Print the time of a step and the run, if it is known now, and memory."""
-        from common.model import optim
-
         if seconds is None:
             return
         is_offloaded = self.config.cpu_offload and distributed.device().type == "cuda"
@@ -137,7 +134,7 @@ class Run:
                 error.add(f"; {second}")
             raise
 
-    def guarded(self, objective: "PolicyObjective | PreferenceLoss") -> Callable[..., Any]:
+    def guarded(self, objective: PolicyObjective | PreferenceLoss) -> Callable[..., Any]:
         """The objective for the steps' micro-batches: if it raises a UserError, the run is saved.
 
         If a function of it is a user's, every call is collective.
@@ -197,8 +194,6 @@ class Run:
         Gradients are cleared. A RuntimeError names the rows if a loss or gradient is not finite;
         nothing was changed then.
         """
-        from common.model import optim
-
         try:
             values = optim.clip_and_step(
                 self.optimizer, self.config, self.step, self.total_steps, torch.stack(self.losses)
@@ -250,12 +245,6 @@ class Run:
         UserError if the model could not be written (a checkpoint of the last step is kept), a
         RuntimeError if its weights are not finite, or if it is written and a hook failed.
         """
-        from common.checkpoint import export
-        from common.model import optim
-        from common.record import output_lock
-        from common.record.run_folder import mark_finished
-        from common.report import plots
-
         last = self.total_steps
         self.checkpointer.stop_if_asked(last, at_once=True)
         fsdp.reshard(self.module)
@@ -293,8 +282,6 @@ def step_work(lm: Any, order: BatchOrder, config: TrainConfig) -> str:
 
     Completions that are sampled count at their limit. Reward models are left out.
     """
-    from common.record import flops
-
     number = flops.num_completions(config)
     completion = order.num_completion_tokens / len(order.lengths) / number
     prompt = sum(order.lengths) / len(order.lengths) - number * completion

@@ -1,7 +1,6 @@
 """Evaluation on a whole split in fixed order, split over ranks, the same numbers on every rank."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +11,9 @@ from common.data import PromptGroup
 from common.forward import sequence_scores
 from common.model import fsdp
 from common.padding import AnyBatch
+from common.sampling.sampler import Rollouts, Sampler
 from common.self_checks import sampler_equals_trainer
 from common.text.example import Example, Vocabulary
-
-if TYPE_CHECKING:
-    from common.sampling.sampler import Rollouts, Sampler
 
 
 def score_examples(
@@ -90,7 +87,7 @@ def distinct_completions(
 
 
 def check_sampler(
-    sampler: "Sampler", prompts: Sequence[Example], rollouts: "Rollouts", temperature: float
+    sampler: Sampler, prompts: Sequence[Example], rollouts: Rollouts, temperature: float
 ) -> None:
     """`self_checks.sampler_equals_trainer`, on the longest of N prompts' rollouts. Collective."""
     config = sampler.config

@@ -35,8 +35,8 @@ from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform
+from common.record.environment import save_run_files
 from common.record.jsonl import json_line, write_atomically
-from common.record.run_folder import save_run_files
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.sampler import EngineSampler

@@ -23,8 +23,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from common import noise
+from common.record.environment import cpu_model
 from common.record.jsonl import read_jsonl
-from common.record.run_folder import cpu_model
 from common.sampling import decode
 from common.text import synthetic
 from tests.support import ranks

@@ -18,6 +18,7 @@ from common import distributed
 from common.errors import UserError, naming
 from common.evaluation.records import PromptRecord, Verdict, system_names
 from common.noise import derive_seed, uniform
+from common.rewards.functions import as_number, call_once
 from common.text.example import Example
 
 Judge = Callable[..., Any]
@@ -54,8 +55,6 @@ def verdicts_of(
     seed: int,
 ) -> Iterator[tuple[int, Verdict]]:
     """The verdicts of one judge on two systems, each with the index of its record."""
-    from common.rewards.functions import as_number, call_once
-
     order = derive_seed(seed, "order", a, b)
     swapped = [bool(uniform(order, record.id) < 0.5) for record in records]  # b's comes first
     pairs = {i: pair for i, record in enumerate(records) if (pair := record.pair(a, b))}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +17,15 @@ from common.evaluation.records import BASELINES, Generation
 from common.forward import Policy
 from common.objectives.implicit_reward import ImplicitReward
 from common.padding import AnyBatch
+from common.rewards.models import RewardModelFunction
+from common.rewards.score import RewardFunctions
+from common.sampling.sampler import Rollouts
 from common.scoring import score_examples
+from common.text.chat import TEMPLATE_COLUMNS, as_answers, render
 from common.text.example import Example, Vocabulary
 from common.text.overlap import rouge_l, rouge_n
-
-if TYPE_CHECKING:
-    from common.rewards.models import RewardModelFunction
-    from common.rewards.score import RewardFunctions
-    from common.sampling.sampler import Rollouts
-
+from common.text.schemas import is_messages
+from common.text.tokenise import split_prompt, tokenize_completions
 
 # ---- pairs ---------------------------------------------------------------------------------------
 
@@ -63,8 +63,6 @@ def baselines(
     Tokens of the completion, and minus them; ROUGE-L F1 of the completion against the post (the
     prompt without TL;DR's header and cue); random numbers, a function of seed and row.
     """
-    from common.text.tokenise import split_prompt
-
     lengths = data.completion_lengths(examples).double().numpy()
     posts = [split_prompt(example.prompt)[1] for example in examples]
     overlaps = [
@@ -79,7 +77,7 @@ def baselines(
 
 @distributed.together()  # one rank's rows may be unreadable
 def reward_scores(
-    function: "RewardModelFunction",
+    function: RewardModelFunction,
     pairs: Sequence[Example],
     vocabulary: Vocabulary,
     config: CommonConfig,
@@ -89,8 +87,6 @@ def reward_scores(
     A reward model with the tokenizer of the run reads the ids as they are; another one reads the
     texts in its own tokens. Conversations are read to the end of their turn.
     """
-    from common.text.chat import TEMPLATE_COLUMNS, as_answers
-
     is_chat = any(example.messages for example in pairs)
     if function.same_ids and not is_chat:
         assert function.model is not None, "load() comes first"
@@ -128,9 +124,9 @@ def completion_texts(pairs: Sequence[Example], vocabulary: Vocabulary) -> list[l
 def measure_completions(
     policy: Policy,
     reference: Policy | None,
-    judges: "RewardFunctions",
+    judges: RewardFunctions,
     prompts: Sequence[Example],
-    rollouts: "Rollouts",
+    rollouts: Rollouts,
     config: CommonConfig,
     temperature: float,
 ) -> list[Generation]:
@@ -168,7 +164,7 @@ def logp_and_entropy(policy: nn.Module, batch: AnyBatch) -> Tensor:
 
 
 def reference_completions(
-    judges: "RewardFunctions",
+    judges: RewardFunctions,
     prompts: Sequence[Example],
     max_completion_length: int,
 ) -> dict[int, Generation]:
@@ -177,10 +173,6 @@ def reference_completions(
     They are tokenised as for training: one longer than `max_completion_length` is cut for judges of
     single completions, and counts as not stopped; its text stays whole. Empty ones are left out.
     """
-    from common.sampling.sampler import Rollouts
-    from common.text.chat import render
-    from common.text.tokenise import tokenize_completions
-
     texts = {i: text for i, e in enumerate(prompts) if (text := reference_text(e)).strip()}
     if not texts:
         return {}
@@ -202,8 +194,6 @@ def reference_completions(
 
 def reference_text(example: Example) -> str:
     """A row's reference completion, of messages the last one; empty if it has none."""
-    from common.text.schemas import is_messages
-
     value: Any = example.columns.get("completion")
     if is_messages(value):
         return str(value[-1].get("content") or "")
@@ -211,9 +201,9 @@ def reference_text(example: Example) -> str:
 
 
 def judge_completions(
-    judges: "RewardFunctions",
+    judges: RewardFunctions,
     prompts: Sequence[Example],
-    rollouts: "Rollouts",
+    rollouts: Rollouts,
     texts: Sequence[str],
     references: Sequence[str],
 ) -> list[Generation]:
@@ -222,8 +212,6 @@ def judge_completions(
     Collective with a reward model. The N*K texts are recorded; ROUGE compares them with the N
     references, except empty ones.
     """
-    from common.text.chat import as_answers
-
     rewards: dict[str, list[float]] = {}
     if judges.functions:
         by_function = judges.score(prompts, rollouts).by_function  # (N, K) each

@@ -1,29 +1,26 @@
 """Metrics and tables of pairs by the scores of their completions."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from common.config.stages import TrainConfig
+from common.evaluation.accuracy import outcomes, preference_accuracy
 from common.losses import wins
+from common.record.metrics import Accumulator
 from common.text.example import Example, Vocabulary
-
-if TYPE_CHECKING:
-    from common.record.metrics import Accumulator
 
 
 def held_out_metrics(scores: Tensor, losses: Tensor) -> dict[str, float]:
     """Metrics of N held-out pairs by their scores (N, 2), chosen first, and losses (N,)."""
-    from common.evaluation.accuracy import outcomes, preference_accuracy
-
     margin, loss = (scores[:, 0] - scores[:, 1]).mean(), losses.mean()
     metrics = preference_accuracy(outcomes(*scores.unbind(1))).metrics
     return metrics | {"eval_reward_margin": float(margin), "eval_loss": float(loss)}
 
 
 def add_pair_metrics(
-    metrics: "Accumulator", rewards: Tensor, is_real: Tensor, **further: Tensor
+    metrics: Accumulator, rewards: Tensor, is_real: Tensor, **further: Tensor
 ) -> None:
     """Add the metrics of N pairs by their rewards (N, 2), implicit ones or a reward model's.
 

@@ -16,6 +16,7 @@ from common.record.run_folder import (
     read_metrics,
     read_training_config,
 )
+from common.text.sources import is_id
 
 
 def folder_of_run(path: str) -> tuple[Path, float]:
@@ -70,8 +71,6 @@ def policies_of(config: EvaluateConfig) -> list[str]:
 
 def reference_of_run(path: str) -> str:
     """The reference, or else the start, of the run that wrote a policy; "" where none is there."""
-    from common.text.sources import is_id
-
     settings = config_of_run(path)
     paths = (settings.get(name) for name in ("ref_model_name_or_path", "model_name_or_path"))
     reference = next((p for p in paths if p and p != path), "")

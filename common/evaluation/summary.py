@@ -23,6 +23,7 @@ from common.evaluation.accuracy import (
     preference_accuracy,
 )
 from common.evaluation.intervals import Numbers, mean_over_prompts, share_over_prompts
+from common.evaluation.pass_rates import pass_rates
 from common.evaluation.records import REFERENCE, PairScores, PromptRecord
 from common.evaluation.results import (
     ComparedScore,
@@ -162,8 +163,6 @@ def checks(records: Sequence[PromptRecord]) -> list[str]:
 
 def check_rates(records: Sequence[PromptRecord], name: str, judge: str) -> Rates:
     """Pass rates of a system's completions by a check."""
-    from common.evaluation.pass_rates import pass_rates
-
     samples = [record.all_of(name) for record in records]
     votes = [[g.answers.get(judge) for g in generations] for generations in samples]
     has_votes = any(judge in g.answers for generations in samples for g in generations)

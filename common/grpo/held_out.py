@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +13,12 @@ from common.evaluation import accuracy, intervals
 from common.forward import Policy
 from common.grpo.rollouts import reward
 from common.model import fsdp
+from common.model.lora import AdapterReference
 from common.padding import AnyBatch
 from common.record.glossary import FUNCTION_PREFIX, with_interval
+from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
 from common.text.example import Example
-
-if TYPE_CHECKING:
-    from common.model.lora import AdapterReference
-    from common.rewards.score import RewardFunctions
 
 
 @dataclass
@@ -33,8 +30,8 @@ class HeldOut:
     """
 
     sampler: Sampler
-    scorer: "RewardFunctions"
-    reference: "Policy | AdapterReference | None"
+    scorer: RewardFunctions
+    reference: Policy | AdapterReference | None
     prompts: Sequence[Example]
     pairs: Sequence[Example]
     config: GRPOConfig

@@ -8,7 +8,7 @@ one table with a row for each slot (see `rollouts`), of which a loss takes its b
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +19,13 @@ from common.config.grpo import GRPOConfig
 from common.errors import naming, naming_rows
 from common.forward import Policy, ReferenceStates
 from common.grpo.rollouts import SelectedCandidates
-from common.model import fsdp
+from common.model import fsdp, rollout_copy
+from common.model.lora import AdapterReference
 from common.model.projection import Head
 from common.noise import derive_seed, hash_counters
 from common.padding import AnyBatch, on_device
 from common.record.metrics import Accumulator
 from common.text.example import Vocabulary
-
-if TYPE_CHECKING:
-    from common.model.lora import AdapterReference
-
 
 # Nats, root mean square over the tokens of a group, by which rounding may move log-probabilities
 # between two forward passes. Logits are tens of nats: 32 times a unit of their type, 2^-24 or 2^-8;
@@ -155,7 +152,7 @@ def sampled_columns(selected: SelectedCandidates, config: GRPOConfig) -> Columns
 @torch.no_grad()
 def logps_before_updates(
     policy: Policy,
-    reference: "Policy | AdapterReference | None",
+    reference: Policy | AdapterReference | None,
     updates: Sequence[Update],
     selected: SelectedCandidates,
     config: GRPOConfig,
@@ -194,15 +191,11 @@ def values_by_slot(
     return placed
 
 
-def reference_head(
-    reference: "Policy | AdapterReference", config: GRPOConfig, num_ids: int
-) -> Head:
+def reference_head(reference: Policy | AdapterReference, config: GRPOConfig, num_ids: int) -> Head:
     """The reference's projection onto the policy's ids, whole, as it computes. Collective.
 
     A larger model of a family may have more embeddings than the policy: no token has those ids.
     """
-    from common.model import rollout_copy
-
     fsdp.reshard(reference)
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     head = Head.of(reference.lm)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +12,21 @@ from common.advantages import effective_sample_size, eos_penalty
 from common.config.grpo import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates, advantage_rewards, reward
 from common.losses import masked_sum
+from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, OBJECTIVE_PREFIX
+from common.record.logger import RunLogger
 from common.record.metrics import Accumulator
+from common.rewards.score import RewardFunctions
+from common.sampling.sampler import Sampler
 from common.text.example import Example
-
-if TYPE_CHECKING:
-    from common.record.logger import RunLogger
-    from common.rewards.score import RewardFunctions
-    from common.sampling.sampler import Sampler
 
 PLAIN_METRICS = ("clip_fraction", "off_policy_fraction")  # of objectives, without a prefix
 MOST_FLAT = 0.9  # share of flat groups from which there is a warning
 
 
 def show_samples(
-    logger: "RunLogger",
-    sampler: "Sampler",
-    scorer: "RewardFunctions",
+    logger: RunLogger,
+    sampler: Sampler,
+    scorer: RewardFunctions,
     examples: Sequence[Example],
     config: GRPOConfig,
     step: int,
@@ -36,8 +35,6 @@ def show_samples(
 
     Every rank samples the same prompts, so that reward models are called equally often.
     """
-    from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
-
     if not examples:
         return
     rollouts = sampler.sample(examples, num_samples=config.num_generations, **config.sampling)
@@ -79,8 +76,6 @@ class StepMonitor:
 
         Metrics are means over the completions, or over the groups, of real prompts.
         """
-        from common.record.glossary import FUNCTION_PREFIX
-
         self.warn(selected, step)
         config, groups, rewards = self.config, selected.groups, selected.groups.rewards
         if groups.steps:
@@ -112,8 +107,6 @@ class StepMonitor:
         self, metrics: Mapping[str, Tensor], mask: Tensor, num_tokens: Tensor
     ) -> None:
         """Record an objective's metrics (B, C), means over the tokens."""
-        from common.record.glossary import OBJECTIVE_PREFIX
-
         for name, values in metrics.items():
             name = name if name in PLAIN_METRICS else f"{OBJECTIVE_PREFIX}{name}"
             self.metrics.add(name, masked_sum(values, mask), num_tokens)

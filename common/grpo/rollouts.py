@@ -9,7 +9,6 @@ are equal: its advantages are 0, before global normalisation and a KL in the rew
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,11 +25,9 @@ from common.advantages import (
 from common.config.grpo import DISTINCT, GRPOConfig
 from common.errors import UserError
 from common.noise import derive_seed, hash_counters, permutation
+from common.rewards.score import RewardFunctions, Rewards
+from common.sampling.sampler import Rollouts
 from common.text.example import Example
-
-if TYPE_CHECKING:
-    from common.rewards.score import RewardFunctions, Rewards
-    from common.sampling.sampler import Rollouts
 
 MAX_RESAMPLES = 4  # rounds of fresh prompts in a step
 
@@ -41,7 +38,7 @@ class Groups:
 
     examples: list[Example]  # N
     real: Tensor  # (N,) bool, False = filler, which counts nowhere
-    rollouts: "Rollouts"  # N*K completions, prompt-major
+    rollouts: Rollouts  # N*K completions, prompt-major
     rewards: Tensor  # (N, K), with the penalty for not stopping
     by_function: dict[str, Tensor]  # (N, K) each, without it; nan where a function does not apply
     # N*K, empty if no function rewards steps
@@ -66,7 +63,7 @@ class SelectedCandidates:
     groups: Groups
     indices: Tensor  # (N, G), which of the K
     candidates: Tensor  # (N*G,) by slot, which of the N*K
-    rollouts: "Rollouts"  # the N*G completions, by slot
+    rollouts: Rollouts  # the N*G completions, by slot
     lengths: Tensor  # (N, G) int64, tokens
     rewards: Tensor  # (N, G), those of `groups`
     advantage_rewards: Tensor  # as of `advantage_rewards`; with the baseline kept (F, N, G)
@@ -79,13 +76,13 @@ class SelectedCandidates:
 
 @distributed.together()  # before the next collective: also a value that one rank refuses
 def reward(
-    scorer: "RewardFunctions",
+    scorer: RewardFunctions,
     examples: Sequence[Example],
-    rollouts: "Rollouts",
+    rollouts: Rollouts,
     config: GRPOConfig,
     step: int,  # number of finished steps of the run's `total_steps`
     total_steps: int,
-) -> "Rewards":
+) -> Rewards:
     """Rewards (N, K) of the completions, with the penalty for no stop token. Collective."""
     scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
@@ -222,8 +219,6 @@ def replace_flat(
 
 def replaced(groups: Groups, flat: Sequence[int], others: Groups) -> Groups:
     """The groups, of which the flat ones, by index, are replaced by the first of the others."""
-    from common.sampling.sampler import Rollouts
-
     num_prompts = len(groups.examples)
     origin = torch.arange(num_prompts)  # (N,), in both one after the other
     origin[flat] = num_prompts + torch.arange(len(flat))

@@ -32,6 +32,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import distributed
 from common.config.stages import CommonConfig
+from common.model import shared_prefix
+from common.model.bfloat16 import BFloat16Copies
 from common.model.projection import exact_tf32
 
 M = TypeVar("M", bound=nn.Module)
@@ -105,8 +107,6 @@ def shard(
     if config.bf16 and not moves:
         hold_in_bfloat16(module, float32_modules)
     if distributed.world_size() == 1 and not offloads:
-        from common.model.bfloat16 import BFloat16Copies
-
         module.to(device)
         if config.bf16:
             BFloat16Copies(module, float32_modules)
@@ -192,7 +192,6 @@ def use_our_modules(lm: PreTrainedModel, config: CommonConfig) -> None:
     if type(head) is nn.Linear:  # a classifier has none
         head.__class__ = Float32Head
     fuse_gelu(lm)
-    from common.model import shared_prefix
 
     if config.layout == "shared_prefix":
         shared_prefix.use_shared_prefix(lm, (blocks(lm) or [lm])[-1])

@@ -7,7 +7,7 @@ Every other rank builds the same model on the meta device and receives its shard
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -27,11 +27,11 @@ from common import distributed
 from common.config.flags import ModelFlags
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist, why_missing
+from common.model import checks, lora, text_part
+from common.model.checks import Kind
 from common.noise import HEAD_STDS, derive_seed
+from common.text import differences, synthetic
 from common.text.example import Example, Vocabulary
-
-if TYPE_CHECKING:
-    from common.model.checks import Kind
 
 
 def revision_of(path: str, config: ModelFlags) -> str:
@@ -67,11 +67,7 @@ def load_tokenizer(
     A tokenizer without a pad token pads with its eos: harmless here, where masks are carried as
     data. A UserError if there is none, or it has no eos token (where it is more than compared).
     """
-    from common.model import checks
-
     if path == "synthetic":
-        from common.text import synthetic
-
         return synthetic.train_tokenizer()
     if path.endswith(".json"):
         raise UserError(f"--tokenizer_name_or_path is required with the model config {path}.")
@@ -100,8 +96,6 @@ def stop_token_ids(
     models at the `paths`, from generation_config.json, else from config.json, and the tokenizer's.
     A UserError for a `stop_token` of several tokens.
     """
-    from common.model import checks
-
     ids = [int(tokenizer.eos_token_id)]
     if config.stop_token != "eos":
         text = config.stop_token.replace("\\n", "\n")
@@ -125,7 +119,7 @@ def stop_token_ids(
 
 
 def read_model_config(
-    path: str, kind: "Kind", tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
+    path: str, kind: Kind, tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
 ) -> PretrainedConfig:
     """The model's configuration with dropout off, checked against its use before weights load.
 
@@ -138,8 +132,6 @@ def read_model_config(
     A UserError if there is no model, or of another kind, with fewer embeddings than the tokenizer
     has tokens, or fewer positions than prompt and completion.
     """
-    from common.model import checks
-
     model_config = find_config(path, tokenizer, config)
     checks.check_kind(path, model_config, kind)
     if tokenizer is not None:
@@ -174,8 +166,6 @@ def refuse_other_tokenizer(
     `tokenizer_name_or_path` says how texts are read, ids must be the same tokens, and a line names
     other differences.
     """
-    from common.text import differences
-
     other = other_tokenizer(path, config)
     clause = other and differences.of_tokenizers(tokenizer, other)
     if not clause:
@@ -199,8 +189,6 @@ def compare_templates(
     `own_text`, unless only the opening differs, as a default system turn. With
     `tokenizer_name_or_path` the user has named one template for all.
     """
-    from common.text import differences
-
     chats = [example for example in examples if example.messages]
     for path in dict.fromkeys(paths) if chats and not config.tokenizer_name_or_path else ():
         other = other_tokenizer(path, config)
@@ -217,8 +205,6 @@ def compare_templates(
 
 def other_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model; None where it is the run's, or the folder has none."""
-    from common.model import checks
-
     is_same = path == config.tokenizer_path or path.endswith(".json")
     has_none = is_same or checks.lacks(path, "tokenizer")
     return None if has_none else load_tokenizer(path, config, needs_eos=False)
@@ -232,8 +218,6 @@ def find_config(
     Of a model of text and images that of its text model (see `text_part.alone`). A UserError if
     there is no model.
     """
-    from common.model import checks, text_part
-
     revision = revision_of(path, config)
     checks.check_location(path, "model")
     try:
@@ -274,8 +258,6 @@ def load_policy(
     """
     lm = load(AutoModelForCausalLM, path, model_config, config)
     if trains and config.lora_r > 0:
-        from common.model import lora
-
         lora.add_adapters(lm, path, config)
     if not trains:
         return lm
@@ -306,8 +288,6 @@ def load_reward_model(
     of a padded row at the last token that is not pad. With `trains` and `lora_r` everything but
     adapters and head is frozen. A UserError for a `head_init` of a model with a head.
     """
-    from common.model import checks
-
     is_fresh = not checks.is_classifier(model_config)
     if head_init != "stiennon" and not is_fresh:
         raise UserError(
@@ -334,8 +314,6 @@ def load_reward_model(
             std = HEAD_STDS[head_init](head.shape[1])
             head.copy_(torch.randn(head.shape, generator=generator) * std)
     if trains and config.lora_r > 0:
-        from common.model import lora
-
         lora.add_adapters(lm, path, config)
     return lm
 
@@ -348,8 +326,6 @@ def load(
     A UserError if weights cannot be read, have other shapes, belong to a larger model, or lack
     parameters (other than a new reward head), which would silently start random.
     """
-    from common.model import checks, text_part
-
     revision, is_config = revision_of(path, config), path.endswith(".json")
     if is_config and config.lora_r > 0 and path == config.model_name_or_path:
         needed = "a folder or hub id with --lora_r: a config has no weights to adapt"

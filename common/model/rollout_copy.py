@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common import distributed
 from common.config.stages import CommonConfig
-from common.model import fsdp
+from common.model import fsdp, lora
 
 
 class RolloutCopy:
@@ -62,8 +62,6 @@ def whole_weights(lm: nn.Module) -> Callable[[str, torch.dtype], torch.Tensor]:
 
     Each call is a collective. `lm` is the Hugging Face model inside a sharded policy.
     """
-    from common.model import lora
-
     weights = {lora.plain_name(name): p for name, p in lm.named_parameters()}
     adapted = lora.adapted_layers(lm)
 

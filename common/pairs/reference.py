@@ -7,19 +7,19 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from common import data, distributed, scoring, self_checks
+from common.config.dpo import DPOConfig
 from common.forward import Policy, sequence_scores
+from common.model.lora import AdapterReference
 from common.padding import AnyBatch
+from common.record import output_lock
+from common.record.jsonl import replacing
+from common.record.run_folder import REFERENCE_LOGPS
 from common.text.example import Example, Vocabulary
-
-if TYPE_CHECKING:
-    from common.config.dpo import DPOConfig
-    from common.model.lora import AdapterReference
 
 
 class PairReference:
@@ -30,7 +30,7 @@ class PairReference:
         train_set: Sequence[Example],
         eval_set: Sequence[Example],
         order: data.BatchOrder,  # in which training takes the rows
-        config: "DPOConfig",
+        config: DPOConfig,
         vocabulary: Vocabulary,
     ) -> None:
         """All zeros: what a loss without a reference gets."""
@@ -44,10 +44,8 @@ class PairReference:
         """Log-probabilities (N, 2) of a micro-batch's pairs."""
         return self.train_logps[batch.pairs.indices]
 
-    def score(self, model: "Policy | AdapterReference", *, is_resumed: bool) -> None:
+    def score(self, model: Policy | AdapterReference, *, is_resumed: bool) -> None:
         """Score the held-out pairs and those trained on with the reference's model. Collective."""
-        from common.record.run_folder import REFERENCE_LOGPS
-
         config, order = self.config, self.order
         self_checks.only_tokens_matter(model, config)
         first = self.train_set[:1]
@@ -59,7 +57,7 @@ class PairReference:
         self.train_logps = logps["train"].float().to(distributed.device())
         self.held_out_logps = logps["held_out"]
 
-    def compute(self, model: "Policy | AdapterReference") -> dict[str, Tensor]:
+    def compute(self, model: Policy | AdapterReference) -> dict[str, Tensor]:
         """Log-probabilities of all pairs, (rows, 2) by set; 0 of one not trained on. Collective.
 
         The training pairs are scored in the micro-batches of the first epoch. So a policy that
@@ -94,9 +92,6 @@ def kept_logps(
     file: Path, compute: Callable[[], dict[str, Tensor]], key: str, *, is_resumed: bool
 ) -> dict[str, Tensor]:
     """Result of `compute`, which must be finite, or in a resumed run the file's. Collective."""
-    from common.record import output_lock
-    from common.record.jsonl import replacing
-
     is_kept = is_resumed and distributed.is_rank0() and file.exists()
     kept = distributed.from_rank0(torch.load(file, weights_only=True) if is_kept else {})
     if kept.get("key") != key:

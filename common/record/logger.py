@@ -15,7 +15,7 @@ from tqdm import tqdm
 from common.config.stages import TrainConfig
 from common.distributed import is_rank0, peak_memory_gb, progress_bar, world_size
 from common.errors import UserError
-from common.record import run_folder, terminal
+from common.record import environment, run_folder, terminal
 from common.record.glossary import CONSOLE, POSTFIX, recorded
 from common.record.jsonl import json_line, write_atomically
 from common.record.metrics import Accumulator
@@ -51,7 +51,7 @@ class RunLogger:
         if not self._active:
             return
         self.output_dir = output_dir = Path(config.output_dir)
-        self._run_files = run_folder.save_run_files(output_dir, config, world_size(), model_commit)
+        self._run_files = environment.save_run_files(output_dir, config, world_size(), model_commit)
         earlier = run_folder.read_metrics(output_dir)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)

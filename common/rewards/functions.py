@@ -21,6 +21,8 @@ from torch import Tensor
 
 from common.errors import UserError, why_missing
 from common.objectives.user_files import load_from_file
+from common.text import overlap
+from common.text.synthetic import gold_reward
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
@@ -39,8 +41,6 @@ ONLY_A_NUMBER = re.compile(NUMBER + r"[.\s]*")
 
 def gold(completions: Sequence[Any], facts: Sequence[Any], **columns: Any) -> list[float]:
     """Gold reward of a summary of the embedded task, in [0, 1]; see `synthetic.gold_reward`."""
-    from common.text.synthetic import gold_reward
-
     return [gold_reward(text_of(text), row) for text, row in zip(completions, facts, strict=True)]
 
 
@@ -135,7 +135,6 @@ def rouge_l(column: str) -> RewardFunction:
     Words are runs of letters and digits in lower case, of any alphabet (`rouge-score`, which
     evaluation reports, knows a-z only).
     """
-    from common.text import overlap
 
     def judge(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         pairs = zip(completions, columns[column], strict=True)

@@ -15,7 +15,10 @@ from common.errors import UserError, naming
 from common.forward import RewardModel
 from common.model import checks, fsdp, load
 from common.text import differences
+from common.text.chat import ANSWER, TEMPLATE_COLUMNS, TurnEnd, as_raw, one_of_each_form, render
 from common.text.example import Example
+from common.text.schemas import Row
+from common.text.tokenise import encode, leading_ids, without_leading
 
 
 class RewardModelFunction:
@@ -52,8 +55,6 @@ class RewardModelFunction:
 
         Its chat template may refuse them, or they are too long with an answer and its end.
         """
-        from common.text.chat import ANSWER, as_raw, one_of_each_form, render
-
         if self.same_chats:
             self._check_positions([example for example in examples if example.messages])
             return
@@ -68,8 +69,6 @@ class RewardModelFunction:
         Its answers, or else sampled ones of as many tokens as are allowed, are read to the end of
         the turn.
         """
-        from common.text.chat import TurnEnd
-
         if not chats or self.limit is None:
             return
         end = TurnEnd(chats[0].messages, self.policy_tokenizer)
@@ -117,8 +116,6 @@ class RewardModelFunction:
         tokenised again. Behind an answer in messages the turn is ended as the template ends it, and
         the reward is read there.
         """
-        from common.text.chat import TurnEnd
-
         chat = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
         if all(self.reads_ids(is_chat=not isinstance(prompt, str)) for prompt in prompts):
             ids = [list(row) for row in completion_ids]
@@ -179,10 +176,6 @@ class RewardModelFunction:
 
         A text that stopped ends with this model's eos.
         """
-        from common.text.chat import TEMPLATE_COLUMNS, render
-        from common.text.schemas import Row
-        from common.text.tokenise import encode, leading_ids, without_leading
-
         leading, eos = leading_ids(self.tokenizer), [self.tokenizer.eos_token_id]
         texts = {"prompt": prompts, "completion": completions}
         texts |= {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
 from common import distributed
+from common.advantages import StepRewards
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist, naming, naming_rows
 from common.objectives.user_files import short_names
@@ -46,11 +47,10 @@ from common.rewards.functions import (
     scalar,
     text_of,
 )
+from common.rewards.models import RewardModelFunction
 from common.sampling.sampler import Rollouts
+from common.text.chat import as_answers
 from common.text.example import Example, Vocabulary
-
-if TYPE_CHECKING:
-    from common.advantages import StepRewards
 
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
 
@@ -99,7 +99,7 @@ class Rewards:
 
     total: Tensor  # (B,) float32, or (N, K) of rollouts; weighted sum of the functions that apply
     by_function: dict[str, Tensor]  # of that shape and unweighted, nan where one does not apply
-    steps: "list[StepRewards]"  # B entries, or none
+    steps: list[StepRewards]  # B entries, or none
     log: RewardLog  # what the functions gave to `log_extra` and `log_metric`
 
 
@@ -130,8 +130,6 @@ class RewardFunctions:
         other_names: Sequence[str] = (),
     ) -> "RewardFunctions":
         """Find and check every function; `load` reads the reward models' weights."""
-        from common.rewards.models import RewardModelFunction
-
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"reward_funcs names {twice[0]!r} twice; give it once, with a weight.")
         weights = list(weights) or [1.0] * len(names)
@@ -221,8 +219,6 @@ class RewardFunctions:
         prompts are as the policy gets them, cut where they were too long. Its `trainer_state` says
         that `step` of `total_steps` steps are done. `total` and `by_function` are (N, K).
         """
-        from common.text.chat import as_answers
-
         shape = (len(examples), len(rollouts.has_stop) // len(examples))
         repeated = [example for example in examples for _ in range(shape[1])]  # (N*K,)
         columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
@@ -318,7 +314,7 @@ def inputs(
     return of_rows | {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, rows)}
 
 
-def as_steps(reward: Any, last: int, title: str, row: str) -> "StepRewards":
+def as_steps(reward: Any, last: int, title: str, row: str) -> StepRewards:
     """A returned reward by steps, a number as that of the last token; a UserError for another."""
     is_list = isinstance(reward, list | tuple)
     steps: StepRewards = {}

@@ -22,6 +22,7 @@ from common import padding
 from common.errors import UserError
 from common.padding import cut_at_stop, on_device
 from common.sampling.graphs import StepGraphs
+from common.sampling.shared import SharedDecoder
 
 DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
 CHECK_EVERY = 8  # tokens on a GPU: the host waits for it to see which rows have finished
@@ -210,8 +211,6 @@ def decode(
     num_samples = num_rows // len(prompts)
     decoder: Any
     if settings.layout == "shared_prefix":
-        from common.sampling.shared import SharedDecoder
-
         decoder = SharedDecoder(lm, prompts, num_samples, max_length, settings.graphs)
     else:
         decoder = CopyingDecoder(lm, prompts, num_samples, settings.pad_id)

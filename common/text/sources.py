@@ -14,6 +14,7 @@ from typing import Any
 from common import distributed
 from common.config.stages import CommonConfig
 from common.errors import UserError, gist, why_missing
+from common.text import synthetic
 from common.text.schemas import COMPLETION_COLUMNS, RawRow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
@@ -44,8 +45,6 @@ def read_split(
     UserError if the split has no rows, or cannot be read.
     """
     if dataset_name == "synthetic":
-        from common.text import synthetic
-
         name, row_slice = parse_split(split)
         limit = row_slice.stop or (num_rows and (row_slice.start or 0) + num_rows)
         return name, synthetic.make_rows(kind, name, limit)[row_slice][: num_rows or None]

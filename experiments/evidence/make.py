@@ -27,7 +27,8 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-from common.record.run_folder import accelerator, cpu_model, digest, versions
+from common.record.environment import accelerator, cpu_model, versions
+from common.record.run_folder import digest
 from experiments.evidence import tables
 from experiments.evidence.records import current, studies
 from experiments.evidence.records.studies import Record, Recording

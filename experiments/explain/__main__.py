@@ -19,7 +19,7 @@ from pkgutil import resolve_name
 
 from common import distributed
 from common.config.parser import parse
-from common.record.run_folder import git_commit
+from common.record.environment import git_commit
 from common.record.terminal import run_command
 from experiments.explain.numbers import explain
 from experiments.explain.page import formulas, page, refuse_others, settings_of, with_places

@@ -32,8 +32,8 @@ from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, optim
 from common.record import output_lock
+from common.record.environment import save_run_files
 from common.record.jsonl import json_line, read_jsonl
-from common.record.run_folder import save_run_files
 from common.shutdown import signals
 
 pytestmark = pytest.mark.usefixtures("process_group")

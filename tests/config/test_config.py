@@ -27,8 +27,9 @@ from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.config.stages import TrainConfig
 from common.errors import UserError
-from common.record import run_folder
-from common.record.run_folder import ENVIRONMENT, input_digests, read_config, save_run_files
+from common.record import environment
+from common.record.environment import save_run_files
+from common.record.run_folder import ENVIRONMENT, input_digests, read_config
 from common.run import is_due
 
 MORE = {"train_grpo": ["--reward_funcs", "gold"], "evaluate": ["--policies", "b"]}
@@ -190,22 +191,22 @@ def test_a_commit_with_a_tag_is_recorded_by_its_hash(tmp_path, monkeypatch):
     commit = [*me, "commit", "-q", "--allow-empty", "-m", "one"]
     for words in (["init", "-q"], commit, [*me, "tag", "-a", "v1", "-m", "one"]):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
-    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "run_folder.py"))
-    assert re.fullmatch("[0-9a-f]{40}", run_folder.git_commit() or "")
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "environment.py"))
+    assert re.fullmatch("[0-9a-f]{40}", environment.git_commit() or "")
 
 
 def test_a_gpu_is_recorded_with_what_drives_it(tmp_path, monkeypatch):
     version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sat Aug 19\nGCC 12.3.0"
     (tmp_path / "version").write_text(version)
-    real = run_folder.Path
+    real = environment.Path
     monkeypatch.setattr(
-        run_folder, "Path", lambda p: tmp_path / "version" if "nvidia" in str(p) else real(p)
+        environment, "Path", lambda p: tmp_path / "version" if "nvidia" in str(p) else real(p)
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert run_folder.accelerator(8) == {
+    assert environment.accelerator(8) == {
         "gpu": "NVIDIA H200",
         "num_gpus": 8,
         "driver": "580.65.06",

@@ -25,7 +25,8 @@ import tiny
 from tokenizers import normalizers
 
 from common.errors import UserError
-from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
+from common.record.environment import save_run_files
+from common.record.run_folder import ENVIRONMENT, read_config
 from common.text import reading, schemas, shared_prompt, sources
 from common.text.reading import load_examples, load_splits
 from common.text.schemas import COMPLETION_COLUMNS, Row

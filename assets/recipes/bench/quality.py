@@ -21,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.record.environment import git_commit
 from common.record.jsonl import write_atomically
-from common.record.run_folder import git_commit
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.evidence.bench import processes

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.record import run_folder
+from common.record import environment
 from common.record.jsonl import write_atomically
 from common.report import markdown
 from experiments.evidence.bench import flops, processes, sides
@@ -106,10 +106,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Result:
 def machine(threads: int) -> Result:
     """Processor, threads and versions."""
     return {
-        "cpu": run_folder.cpu_model(),
+        "cpu": environment.cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "versions": run_folder.versions(("torch", "transformers", "trl")),
+        "versions": environment.versions(("torch", "transformers", "trl")),
     }
 
 

@@ -31,7 +31,7 @@ from common import distributed
 from common.config.stages import SFTConfig
 from common.forward import Policy
 from common.model import fsdp, load
-from common.record.run_folder import cpu_model, versions
+from common.record.environment import cpu_model, versions
 from common.report import markdown
 from common.sampling.sampler import Sampler
 from common.text.example import Example

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from common.config.parser import parse
 from common.errors import UserError
-from common.record import run_folder
+from common.record import environment
 from experiments.runs.engine import print_runs, run_stages
 from experiments.runs.executors import EngineFlags
 from experiments.runs.outcomes import write_results
@@ -54,7 +54,7 @@ def main(config: OveroptimizationConfig) -> None:
         print_runs(planned)
         print("# then evaluate.py of each seed's policies, GRPO's checkpoints among them")
         return
-    run_folder.save_run_files(output_dir, config, config.num_processes)
+    environment.save_run_files(output_dir, config, config.num_processes)
     run_dirs: list[Path] = []
     failures: list[Exception] = []
     left = [each.phases() for each in chains]  # of seeds without a failure

@@ -37,7 +37,7 @@ from common import distributed
 from common.config.parser import parse
 from common.errors import gist
 from common.model import fsdp
-from common.record import run_folder
+from common.record import environment, run_folder
 from common.record.jsonl import json_line, read_jsonl
 from common.record.metrics import PHASES
 from common.record.terminal import NOT_MEASURED
@@ -165,12 +165,12 @@ class Bench:
         flops_per_second = 2 * width**3 / median_seconds(lambda: factors[0] @ factors[1])
         rows = torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
         copied = 2 * num_bytes / median_seconds(lambda: rows[0].copy_(rows[1]))
-        about = run_folder.accelerator(1)
+        about = environment.accelerator(1)
         peaks = [peak for name, peak in PEAKS.items() if name in str(about["gpu"])]
         yield {
             **about,
-            "versions": run_folder.versions(names),
-            "git_commit": run_folder.git_commit(),
+            "versions": environment.versions(names),
+            "git_commit": environment.git_commit(),
             "matmul_flops": flops_per_second,
             "copy_bytes_per_second": copied,
             "peak_flops": peaks[0] if peaks else flops_per_second,
