@@ -18,10 +18,10 @@ from torch import Tensor
 
 from common import distributed
 from common.forward import Policy, ReferenceStates, RewardModel
-from common.model import fsdp
+from common.model import fsdp, shared_prefix
 from common.model.projection import Head
 from common.model.rollout_copy import RolloutCopy
-from common.padding import PaddedBatch, padded_batch
+from common.padding import MAKERS, PaddedBatch, padded_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -242,3 +242,26 @@ def test_rewards_equal_transformers_classifier_whatever_side_and_amount_of_paddi
             rewards = RewardModel(classifier)(batch)
         assert rewards.dtype == torch.float32
         torch.testing.assert_close(rewards, expected, rtol=0, atol=tiny.rounding(classifier))
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_the_shift_of_the_config_is_added_to_a_reward(layout: str):
+    batch = MAKERS[layout](PLAIN_PROMPTS, [[ids] for ids in PLAIN_COMPLETIONS], 7)
+    batch = batch.to(distributed.device())
+    lm = tiny.classifier("gpt2")
+    shared_prefix.use_shared_prefix(lm, lm.transformer.h[-1])
+    with torch.no_grad():
+        plain = RewardModel(lm)(batch)
+        lm.config.reward_shift = 0.5
+        torch.testing.assert_close(RewardModel(lm)(batch), plain + 0.5, rtol=0, atol=0)
+
+
+def test_a_padded_forward_leaves_no_hook_behind():
+    policy = Policy(tiny.causal_lm("gpt2"))
+    batch = usual_batch(PROMPTS, COMPLETIONS)
+    with torch.no_grad():
+        first = policy(batch, with_hidden=True).hidden
+        policy(batch)
+    assert first is not None
+    modules = [*policy.modules()]
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in modules)

@@ -133,3 +133,8 @@ def test_permutation_differs_by_epoch_and_seed_and_is_unbiased():
         counts[tuple(noise.permutation(4, 7, epoch))] += 1
     statistic = sum((count - 200) ** 2 / 200 for count in counts.values())
     assert abs(statistic - 23) / 46**0.5 < 4, "all 24 orders equally likely"
+
+
+def test_deviations_of_a_new_head_by_hand():
+    stds = {name: std(99) for name, std in noise.HEAD_STDS.items()}
+    assert stds == {"stiennon": 0.1, "openrlhf": 0.01, "transformers": 0.02, "zeros": 0.0}

@@ -5,8 +5,11 @@ real tokens only; a completion ends with its first stop token; a batch pairs eac
 its own prompt, and reaches a device as it was. About `common.padding`.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,3 +116,40 @@ def test_tensors_of_several_dtypes_and_shapes_are_moved_in_one_copy():
     assert moved.keys() == tensors.keys()
     for name, tensor in tensors.items():
         torch.testing.assert_close(moved[name], tensor, rtol=0, atol=0)
+
+
+def test_on_the_host_nothing_is_copied():
+    tensors = {"ids": torch.arange(3), "flags": torch.tensor([True])}
+    for device in ("cpu", torch.device("cpu")):
+        moved = padding.together_on(tensors, device)
+        assert all(moved[name] is tensor for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("make", padding.MAKERS.values())
+def test_pairs_of_a_batch_by_hand(make: Callable[..., padding.AnyBatch]):
+    prompts = [[1], [2, 3], [4]]
+    completions = [[[5], [6, 7]], [[], [8, 9, 9]], [[5, 5], [6]]]  # the second has no chosen token
+    batch = make(prompts, completions, 0, is_real=[True, True, False])
+    pairs = replace(batch, slots=torch.tensor([8, 9, 4, 5, 0, 0])).pairs
+    assert pairs.is_real.tolist() == [True, True, False]
+    assert pairs.indices.tolist() == [4, 2, 0]
+    assert pairs.lengths.tolist() == [[1, 2], [1, 3], [1, 1]]  # none to divide by is 0
+    assert pairs.of(torch.arange(6)).tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert batch.source_rows == [-1] * 6
+
+
+@pytest.mark.parametrize("make", padding.MAKERS.values())
+def test_a_prompt_without_tokens_is_refused(make: Callable[..., padding.AnyBatch]):
+    for prompts in ([[], [1]], [[1], []]):
+        with pytest.raises(AssertionError, match="at least one token"):
+            make(prompts, [[[2]], [[3]]], 0)
+
+
+def test_the_largest_group_is_that_of_a_prompt_with_all_its_completions():
+    for completions, largest in (
+        ([[[5], [6, 7]], [[8, 8], [9, 9, 9]]], 5),
+        ([[[5, 5, 5, 5], [6]], [[8], [9]]], 5),
+        ([[[5], []], [[8], []]], 2),  # which FlashAttention takes for the number of queries
+    ):
+        layout = padding.shared_prefix_batch([[1], [2, 3]], completions, 0).layout
+        assert layout.largest == largest

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from common.errors import UserError, why_missing
 from common.objectives.user_files import load_from_file
-from common.text import overlap
-from common.text.synthetic import gold_reward
+from common.text import overlap, synthetic
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
@@ -41,7 +40,10 @@ ONLY_A_NUMBER = re.compile(NUMBER + r"[.\s]*")
 
 def gold(completions: Sequence[Any], facts: Sequence[Any], **columns: Any) -> list[float]:
     """Gold reward of a summary of the embedded task, in [0, 1]; see `synthetic.gold_reward`."""
-    return [gold_reward(text_of(text), row) for text, row in zip(completions, facts, strict=True)]
+    return [
+        synthetic.gold_reward(text_of(text), row)
+        for text, row in zip(completions, facts, strict=True)
+    ]
 
 
 def length(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:

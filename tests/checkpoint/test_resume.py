@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.evaluation import runs
 from common.forward import Policy
 from common.model import fsdp, load, optim
-from common.record import output_lock
+from common.record import environment, output_lock
 from common.record import run_folder as folder_module
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
@@ -234,7 +234,7 @@ def test_an_edited_file_of_a_resumed_run_is_named(tmp_path, capsys):
     objective, config = tmp_path / "mine.py", tiny.train_config(output_dir=str(tmp_path / "run"))
     objective.write_text("# first")
     config = replace(config, dataset_name=f"{objective}:function")
-    folder_module.save_run_files(tmp_path / "run", config, 1)
+    environment.save_run_files(tmp_path / "run", config, 1)
     assert resume.changed_inputs(config) == []
     resume.warn_of_changed_inputs(config)
     assert capsys.readouterr().out == ""
@@ -248,7 +248,7 @@ def test_an_edited_file_of_a_resumed_run_is_named(tmp_path, capsys):
 def test_the_last_model_of_another_run_is_set_aside(tmp_path, capsys):
     config = tiny.train_config(output_dir=str(tmp_path), seed=1)
     for seed in (1, 2, 3):  # its own stays; that of seed 2 is set aside, then seed 3's in its place
-        folder_module.save_run_files(tmp_path, replace(config, seed=seed), 1)
+        environment.save_run_files(tmp_path, replace(config, seed=seed), 1)
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / f"of_{seed}").touch()
         resume.set_aside_other_model(config)

@@ -31,7 +31,7 @@ from common.errors import FunctionError, UserError
 from common.evaluation import measure
 from common.model import load
 from common.objectives import user_files
-from common.rewards import functions, models
+from common.rewards import functions, models, score
 from common.rewards.functions import is_reward_model
 from common.rewards.score import RewardFunctions, RewardLog
 from common.sampling.sampler import Rollouts
@@ -473,7 +473,7 @@ def test_models_are_read_last(tmp_path, file, monkeypatch):
         loaded.append(name)
         return constant(7.0)
 
-    monkeypatch.setattr(models, "RewardModelFunction", load)
+    monkeypatch.setattr(score, "RewardModelFunction", load)
     names = [str(folder), f"{file}:length", "hub/model"]
     rewards = tiny.reward_functions(names)(["p"], ["c"], [[1, 2]], {})
     assert loaded == [str(folder), "hub/model"]

@@ -420,7 +420,7 @@ def test_the_keys_of_a_prompt_are_kept_once(family, num_samples, monkeypatch):
         caches.append(decoder.cache)
         return decoder
 
-    monkeypatch.setattr(shared, "SharedDecoder", noted)
+    monkeypatch.setattr(decoding, "SharedDecoder", noted)
     lm, length = tiny.causal_lm(family), 6
     prompts = [[5] * 9, [6] * 4, [7] * 9]
     run_decode(lm, prompts, num_samples, stop_ids=[99], max_completion_length=length)
