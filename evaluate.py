@@ -72,7 +72,7 @@ def main(config: EvaluateConfig) -> None:
     if distributed.is_rank0():
         first_config = next(iter(policy_configs.values()), None)
         commit = getattr(first_config, "_commit_hash", None)  # of a model of the hub
-        save_run_files(output_dir, config, distributed.world_size(), commit)
+        save_run_files(output_dir, config, distributed.world_size(), model_commit=commit)
         remove_earlier(output_dir)
     mesh = distributed.mesh(config.num_replicas)
     rewards.load(mesh)

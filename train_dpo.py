@@ -45,10 +45,11 @@ def main(config: DPOConfig) -> None:
     mesh = distributed.mesh(config.num_replicas)
 
     # Objective: `objectives/kinds.py` calls the files that `loss_type` names, with our beta. Data
-    objective, implicit_reward = config.objective, config.implicit_reward
+    objective = config.find_objective()
     objective.check(config.beta)
+    implicit_reward = objective.implicit_reward(config.beta, reference_free=config.reference_free)
     vocabulary = load.load_vocabulary(config)
-    paths = (config.model_name_or_path, config.ref_model_name_or_path)
+    paths = (config.model_name_or_path, config.reference_path)
     configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
     resume_from = find_checkpoint(config)
     is_resumed = resume_from is not None
@@ -81,7 +82,7 @@ def main(config: DPOConfig) -> None:
     if config.self_check and reference.first is not None and is_same_model:
         first_logps = scoring.score_examples(policy, train_set[:1], config, vocabulary, "check")
         self_checks.dpo_starts_at_ln_2(first_logps, reference.first)  # (1, 2) each
-    run = Run(policy, order, config, resume_from, vocabulary)
+    run = Run(policy, order, config, resume_from, vocabulary, implicit_reward=implicit_reward)
     guarded_objective = run.guarded(objective)  # yours may raise in a step: the run is then saved
 
     def evaluate(step: int) -> None:

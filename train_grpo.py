@@ -66,7 +66,7 @@ from common.run import Run
 from common.sampling.sampler import Sampler
 from common.sampling.vllm.sampler import EngineSampler
 from common.text import reading
-from common.text.example import Example
+from common.text.example import Example, Vocabulary
 
 
 @output_lock.given_up_on_error()
@@ -76,16 +76,17 @@ def main(config: GRPOConfig) -> None:
     distributed.seed_everything(config.seed)
 
     # Objective, data and rewards
-    objective = config.objective  # by default `objectives/policy/clip.py`
+    # By default `objectives/policy/clip.py` and `objectives/advantages/group.py`
+    objective, advantage_function = config.find_objective()
     objective.check()
-    config.advantage_function.check(len(config.reward_funcs), config.num_generations)
+    advantage_function.check(len(config.reward_funcs), config.num_generations)
     vocabulary = load.load_vocabulary(config)
     configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
     scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
     resume_from = find_checkpoint(config)
     train_set, eval_set = reading.load_splits(config, "prompts", vocabulary)
     pairs = reading.load_held_out_pairs(config, config.eval_pairs_dataset_name, vocabulary)
-    load.compare_templates([config.ref_model_name_or_path], vocabulary.tokenizer, train_set, config)
+    load.compare_templates([config.reference_path], vocabulary.tokenizer, train_set, config)
     scorer.check_rows(train_set, eval_set)
     order = data.BatchOrder.of_training(config, train_set)
 
@@ -95,8 +96,7 @@ def main(config: GRPOConfig) -> None:
     policy = fsdp.shard(Policy(lm), config, mesh)  # before the next is read: one whole at a time
     reference = load_reference(policy, configs[1], config, mesh)
     scorer.load(mesh)
-    sampler_class = EngineSampler if config.rollout_server else Sampler
-    sampler = sampler_class(policy, vocabulary, config)
+    sampler = sampler_of(policy, vocabulary, config)
     held_out = HeldOut(sampler, scorer, reference, eval_set, pairs, config)  # before that moves
 
     # Self-checks, resume
@@ -105,7 +105,6 @@ def main(config: GRPOConfig) -> None:
     moving_reference = reference if config.ref_update_steps > 0 else None
     run = Run(policy, order, config, resume_from, vocabulary, moving_reference)
     guarded = run.guarded(objective)  # yours may raise in a step: the run is then saved
-    sample_groups = partial(sample_and_reward, run, sampler, scorer, config)
     step_monitor = StepMonitor(run.metrics, config)
 
     def evaluate(step: int) -> None:
@@ -113,7 +112,11 @@ def main(config: GRPOConfig) -> None:
             run.logger.log(step, metrics)
 
     shown = (eval_set or train_set)[: config.num_sample_prompts]
-    show_samples = partial(monitor.show_samples, run.logger, sampler, scorer, shown, config)
+
+    def show_samples(step: int) -> None:
+        monitor.show_samples(run.logger, sampler, scorer, shown, advantage_function, config, step)
+
+    sample_groups = partial(sample_and_reward, run, sampler, scorer, config)
 
     # Loop
     if config.eval_steps and run.step == 0:
@@ -123,9 +126,11 @@ def main(config: GRPOConfig) -> None:
         examples, real = data.prompts(train_set, order.rows(step))
         groups = sample_groups(examples, real)
         if config.zero_variance == "resample":
-            groups = rollouts.replace_flat(groups, train_set, sample_groups, config, step)
+            groups = rollouts.replace_flat(
+                groups, train_set, sample_groups, advantage_function, config, step
+            )
         # 2. Select G of the K by rejection sampling; plan which share an update and a forward
-        selected = rollouts.select(groups, config, step)
+        selected = rollouts.select(groups, advantage_function, config, step)
         updates = minibatches.plan_updates(selected, config, vocabulary, step)
         # 3. Log-probs (N*G, C) under the reference, and under the policy before its updates
         columns = minibatches.logps_before_updates(
@@ -133,7 +138,9 @@ def main(config: GRPOConfig) -> None:
         )
         # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
         with run.saved_on_user_error(step):
-            advantages = minibatches.compute_advantages(selected, columns.ref_logps, config, step)
+            advantages = minibatches.compute_advantages(
+                selected, columns.ref_logps, advantage_function, config, step
+            )
         step_monitor.record(selected, advantages, step)
         columns = columns.with_advantages(advantages)
         # 5. One or several updates on every minibatch, in micro-batches
@@ -157,7 +164,7 @@ def load_reference(
     """The frozen reference: the policy's base under LoRA, None where no KL is taken. Collective."""
     if config.beta == 0:
         return None
-    path = config.ref_model_name_or_path
+    path = config.reference_path
     if config.lora_r and path == config.model_name_or_path:
         return AdapterReference(policy)
     sizes = [each.get_text_config().vocab_size for each in (ref_config, policy.lm.config)]
@@ -175,6 +182,13 @@ def load_reference(
     return reference
 
 
+def sampler_of(policy: Policy, vocabulary: Vocabulary, config: GRPOConfig) -> Sampler:
+    """What samples: a server, or this process with a GPU's graphs kept, as every step samples."""
+    if config.rollout_server:
+        return EngineSampler(policy, vocabulary, config)
+    return Sampler(policy, vocabulary, config, keeps_graphs=True)
+
+
 def sample_and_reward(
     run: Run,
     sampler: Sampler,
@@ -189,12 +203,12 @@ def sample_and_reward(
     """
     run.checkpointer.stop_if_asked(run.step, at_once=True)
     bar = distributed.progress_bar(
-        "rollouts", len(examples) * config.num_candidates, unit="completion"
+        "rollouts", len(examples) * config.candidates_per_prompt, unit="completion"
     )
     with run.metrics.timed("sample_seconds"), run.saved_on_user_error(run.step), bar:
         candidates = sampler.sample(
             examples,
-            num_samples=config.num_candidates,
+            num_samples=config.candidates_per_prompt,
             step=run.step,
             report=bar.update,
             **config.sampling,
@@ -213,7 +227,7 @@ def check_first_rollout(
     if config.self_check and step == 0 and updates:
         first = updates[0].batches[0]
         rows = columns.of(first)
-        is_same = config.ref_model_name_or_path == config.model_name_or_path
+        is_same = config.reference_path == config.model_name_or_path
         ref_logps = rows.ref_logps if is_same else None
         self_checks.sampler_equals_trainer(
             policy, first, rows.sampled_logps, ref_logps, config, config.temperature

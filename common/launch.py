@@ -15,7 +15,7 @@ import torch.distributed as dist
 from common import distributed
 from common.checkpoint import hf_folder
 from common.config.flags import values_of
-from common.config.parser import parse
+from common.config.parser import parse_given
 from common.config.stages import CommonConfig, TrainConfig
 from common.errors import FunctionError, UserError, of_full_disk
 from common.model import sizes
@@ -38,7 +38,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     terminal.keep_printing()
     try:
-        config = parse(config_class)
+        config, given = parse_given(config_class)
         if isinstance(config, TrainConfig):
             signals.listen(speaks=distributed.is_rank0())
         processes.die_with_launcher()
@@ -49,7 +49,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             processes.check_bfloat16(config.layout)
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             run_folder.refuse_unwritable(config.output_dir)
-        given, config = config.given, hf_folder.with_folders(config)
+        config = hf_folder.with_folders(config)
         main(sizes.for_device(config, given))
         dist.barrier()
     except signals.Stopped as stopped:

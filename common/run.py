@@ -5,6 +5,7 @@ It is no Trainer: the loop, the loss and the counts of a stage are in its script
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from common.config.stages import TrainConfig
 from common.data import BatchOrder
 from common.errors import MAX_NAMED, UserError, gist, naming, naming_rows
 from common.model import fsdp, optim
+from common.objectives.implicit_reward import ImplicitReward
 from common.objectives.kinds import PolicyObjective, PreferenceLoss
 from common.padding import AnyBatch
 from common.record import flops, output_lock
 from common.record.forecast import Forecast
 from common.record.logger import RunLogger
 from common.record.metrics import Accumulator
-from common.record.run_folder import mark_finished
+from common.record.run_folder import REWARD, mark_finished
 from common.record.terminal import about, format_seconds
 from common.report import plots
 from common.text.example import Vocabulary
@@ -45,11 +47,13 @@ class Run:
         resume_from: Path | None,
         vocabulary: Vocabulary,
         moving_reference: nn.Module | Any | None = None,
+        implicit_reward: ImplicitReward | None = None,
     ) -> None:
         """Build the optimiser, and restore the checkpoint of `find_checkpoint`, if any. Collective.
 
         Checkpoints and the exported model hold the vocabulary's tokenizer and stop ids. A
-        `moving_reference` is saved with the sharded module.
+        `moving_reference` is saved with the sharded module. Evaluation judges the policy's pairs by
+        the `implicit_reward`, which is written down.
         """
         self.config, self.module, self.order = config, module, order
         self.total_steps = order.total_steps(config)  # earlier starts of the run included
@@ -69,17 +73,18 @@ class Run:
         self.make_batches: Callable[[int], list[AnyBatch]] | None = None  # of `prefetched`
         self.made_ahead: dict[int, list[AnyBatch]] = {}  # micro-batches by step
         self.has_updated = False  # in the current step
+        judged = {REWARD: asdict(implicit_reward)} if implicit_reward else {}
         settings: dict[str, bytes] = {}  # the exported folder's files but the weights, by name
         if distributed.is_rank0():
             settings = export.settings_of(module.lm, vocabulary)
         self.checkpointer = Checkpointer(
-            config, module, self.optimizer, self.metrics, moving_reference, settings
+            config, module, self.optimizer, self.metrics, moving_reference, settings, **judged
         )
         # The current one, counted from 0
         self.step = self.checkpointer.load(resume_from, self.total_steps)
         lm: Any = module.lm
         commit = getattr(lm.config, "_commit_hash", None)  # of a model of the hub
-        self.logger = RunLogger(config, self.total_steps, self.step, commit)
+        self.logger = RunLogger(config, self.total_steps, self.step, model_commit=commit, **judged)
 
     def steps(self, evaluate: Hook, show_samples: Hook | None = None) -> Iterator[int]:
         """The remaining steps, counted from 0; each ends with `end_step`.
@@ -291,7 +296,7 @@ def step_work(lm: Any, order: BatchOrder, config: TrainConfig) -> str:
     text = f"a step has {config.batch_size:,} rows, {'at most' if is_sampled else 'about'} "
     text += f"{about(tokens, 3)} tokens"
     if policy := flops.decoder_of(lm, fsdp.blocks(lm)):
-        has_reference = is_sampled and getattr(config, "beta", 0.0) > 0
+        has_reference = is_sampled and config.beta > 0
         reference = policy if has_reference else None
         work = flops.step_flops(config, policy, prompt, completion, reference)
         text += f", {about(sum(work.values()) / 1e12)} TFLOP"

@@ -73,6 +73,11 @@ class PairsConfig(FrozenFlags, RowsConfig, EngineConfig):
     missing_eos_penalty: float = flag(-1.0, "reward of a completion that did not stop")
     penalize_missing_eos: bool = flag(True, "false: such a completion keeps its own reward")
 
+    @property
+    def candidates_per_prompt(self) -> int:
+        """Completions sampled per prompt."""
+        return self.num_candidates
+
     def __post_init__(self) -> None:
         """Refuse values that make no pairs."""
         super().__post_init__()
@@ -91,7 +96,7 @@ def main(config: PairsConfig) -> None:
     model_config = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
     if distributed.is_rank0():
         commit = getattr(model_config, "_commit_hash", None)
-        save_run_files(folder, config, distributed.world_size(), commit)
+        save_run_files(folder, config, distributed.world_size(), model_commit=commit)
         (folder / "validation.jsonl").unlink(missing_ok=True)  # of an earlier command
 
     # Prompts, reward functions

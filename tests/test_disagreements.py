@@ -172,8 +172,9 @@ def test_a_reward_that_applies_to_part_of_a_group():
     )
     by_function = {"first": rewards[0], "second": rewards[1]}
     everything = torch.ones(1, 3, dtype=torch.bool)
-    compared = rollouts.advantage_rewards(rewards[1], by_function, everything, config)
-    summed = config.advantage_function(compared, [1.0, 1.0])
+    _, gdpo = config.find_objective()
+    compared = rollouts.advantage_rewards(rewards[1], by_function, everything, gdpo, config)
+    summed = gdpo(compared, [1.0, 1.0])
     ours = normalise_globally(summed, everything, lambda sums: sums)
     close(ours, normalised(statistics.stdev([0.0, 1.0, 2.0])), 1e-4)
     trl = TrlCase(rewards=rewards).rollout(**trl_code.by_function([1.0, 1.0]))["advantages"]

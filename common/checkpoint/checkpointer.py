@@ -34,7 +34,7 @@ from common.model import fsdp, optim
 from common.record import output_lock
 from common.record.jsonl import keep_lines, num_lines
 from common.record.metrics import Accumulator
-from common.record.run_folder import MANIFEST, REWARD
+from common.record.run_folder import MANIFEST
 from common.shutdown import signals
 
 
@@ -85,8 +85,10 @@ class Checkpointer:
         metrics: Accumulator,
         reference: nn.Module | None = None,
         settings: Mapping[str, bytes] | None = None,
+        **facts: Any,  # which a checkpoint's folder has too
     ) -> None:
         """Make the thread and its process group. Collective."""
+        self.facts = facts
         self.config = config
         self.model = model
         self.optimizer = optimizer
@@ -155,12 +157,11 @@ class Checkpointer:
             fsdp.reshard(self.reference)
             state["reference"] = sharded_state.whole_state(self.reference)
         rank_sums = {name: sums.tolist() for name, sums in self._sums.items()}
-        reward = getattr(self.config, REWARD, None)
         contents: State = {
             "step": step,
             "stage": type(self.config).__name__,
             "config": asdict(self.config),
-            REWARD: reward and asdict(reward),
+            **self.facts,
             "world_size": distributed.world_size(),
             "num_hooks": None,
             "lines": self._count_lines(),

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from common.config.flags import CompletionFlags, FrozenFlags, SampleTableFlags, flag, path_flag
 from common.config.stages import SamplingConfig, TrainConfig
-from common.objectives.implicit_reward import ImplicitReward
 from common.objectives.kinds import PreferenceLoss
 
 
@@ -35,19 +34,14 @@ class DPOConfig(FrozenFlags, SampleTableFlags, CompletionFlags, TrainConfig, Sam
     def __post_init__(self) -> None:
         """Refuse values that no DPO run may have."""
         super().__post_init__()
-        self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
         if self.loss_weights and len(self.loss_weights) != len(self.loss_type):
             raise self.refused("loss_weights", "empty, or one number for each --loss_type")
-        PreferenceLoss.find(*self.loss_type)
 
     @property
-    def implicit_reward(self) -> ImplicitReward:
-        """The reward by which pairs are judged."""
-        objective = self.objective
-        needs_reference = objective.needs_reference and not self.reference_free
-        return ImplicitReward(self.beta, needs_reference, objective.is_per_token)
+    def reference_path(self) -> str:
+        """Where the frozen reference comes from."""
+        return self.ref_model_name_or_path or self.model_name_or_path
 
-    @property
-    def objective(self) -> PreferenceLoss:
-        """The losses with their settings."""
+    def find_objective(self) -> PreferenceLoss:
+        """The losses that `loss_type` names, with their settings; runs a user's files."""
         return PreferenceLoss.find(*self.loss_type)

@@ -14,6 +14,11 @@ LEAST_TEMPERATURE = 0.01  # vLLM takes a lower one for this
 class EngineConfig(SamplingConfig):
     """The fields of every stage that samples what it scores."""
 
+    # Of stages without the flag
+    temperature = 1.0
+    top_k = 0
+    top_p = 1.0
+
     _engine: ClassVar = "what samples (docs/rollout_engine.md)"
     rollout_server: str = free_flag("", "URL of a vLLM server (empty: this project's sampler)")
 
@@ -25,10 +30,9 @@ class EngineConfig(SamplingConfig):
         url, where = urlsplit(self.rollout_server), "with --rollout_server"
         if url.scheme not in ("http", "https") or not url.hostname:
             raise self.refused("rollout_server", "a URL, as http://node7:8000")
-        temperature = getattr(self, "temperature", 1.0)
-        if 0 < temperature < LEAST_TEMPERATURE:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
             raise self.refused("temperature", f"at least {LEAST_TEMPERATURE} {where}")
-        if is_restricted(self) and temperature != 1:
+        if is_restricted(self) and self.temperature != 1:
             reason = (
                 "vLLM's log-probabilities are then those at 1, or of the restricted distribution"
             )
@@ -37,4 +41,4 @@ class EngineConfig(SamplingConfig):
 
 def is_restricted(config: EngineConfig) -> bool:
     """Whether not every token may be drawn."""
-    return getattr(config, "top_k", 0) > 0 or getattr(config, "top_p", 1.0) < 1
+    return config.top_k > 0 or config.top_p < 1

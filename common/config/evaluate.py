@@ -67,6 +67,11 @@ class EvaluateConfig(EngineConfig):
         self.prompts_dataset_name = self.prompts_dataset_name or self.dataset_name
 
     @property
+    def most_sampled_tokens(self) -> int:
+        """Tokens of a sampled completion at most."""
+        return self.max_new_tokens
+
+    @property
     def generates(self) -> bool:
         """Whether completions are sampled."""
         return bool(self.policies and self.num_prompts)

@@ -116,9 +116,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     def __post_init__(self) -> None:
         """Refuse values that no GRPO run may have."""
         super().__post_init__()
-        self.num_candidates = self.num_candidates or self.num_generations
-        self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
-        if self.num_candidates < self.num_generations:
+        if self.candidates_per_prompt < self.num_generations:
             most = f"at most --num_candidates, {self.num_candidates}"
             raise self.refused("num_generations", most)
         if self.eval_pairs_dataset_name and not (self.dataset_test_split and self.beta):
@@ -128,34 +126,23 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
             raise self.refused("ref_update_steps", "0 with --lora_r: only whole models move")
         if self.num_minibatches > self.batch_size:
             raise self.refused("num_minibatches", f"at most --batch_size, {self.batch_size}")
-        refuse_objective(self)
         if self.has_kl_in_reward:
             refuse_kl_in_reward(self)
 
     @property
-    def objective(self) -> PolicyObjective:
-        """The policy objective with its settings."""
-        return PolicyObjective.find(*self.policy_objective)
+    def reference_path(self) -> str:
+        """Where the frozen reference comes from."""
+        return self.ref_model_name_or_path or self.model_name_or_path
+
+    @property
+    def candidates_per_prompt(self) -> int:
+        """Completions sampled per prompt."""
+        return self.num_candidates or self.num_generations
 
     @property
     def sampling(self) -> dict[str, Any]:
         """The arguments of `Sampler.sample` that say how completions are drawn."""
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-
-    @property
-    def advantage_function(self) -> Advantages:
-        """The function of advantages with its settings."""
-        return Advantages.find(self.advantages)
-
-    @property
-    def is_by_function(self) -> bool:
-        """Whether advantages are made of each reward function's rewards (GDPO)."""
-        return self.advantage_function.takes_each_function
-
-    def advantage_weights(self, number: int) -> list[float]:
-        """Weights of what advantages are made of: of the total, which has been weighted, 1."""
-        weights = self.reward_weights if self.is_by_function else []
-        return weights or [1.0] * number
 
     @property
     def has_kl_in_reward(self) -> bool:
@@ -167,25 +154,27 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
         """Whether the KL is computed over the vocabulary."""
         return self.beta > 0 and self.kl_estimator == "full"
 
+    def find_objective(self) -> tuple[PolicyObjective, Advantages]:
+        """The policy objective and the advantages, with their settings; runs a user's files.
 
-def refuse_objective(config: GRPOConfig) -> None:
-    """Raise a UserError for flags that an objective does not go with."""
-    objective = config.objective
-    if objective.weighs_samples and objective.has_ratio_to_sampler:
-        raise objective.refused("has a ratio to the sampler, and weights by that ratio")
-    if objective.weighs_samples and (config.top_p < 1 or config.top_k > 0):
-        where = "with --top_p below 1 or --top_k above 0"
-        reason = "has no weights of samples: sampler and trainer have different supports"
-        raise objective.refused(f"{reason} {where}")
-    function = config.advantage_function
-    least, where = function.min_reward, f"with --advantages {config.advantages}"
-    if config.penalize_missing_eos and config.missing_eos_penalty < least:
-        raise config.refused("missing_eos_penalty", f"at least {least:g} {where}")
-    if least == -inf and not function.takes_each_function:
-        return
-    why = "which has no term for it" if function.takes_each_function else f"of rewards >= {least:g}"
-    if config.has_kl_in_reward:
-        raise config.refused("kl_estimator", f"another one {where}, {why}")
+        A UserError if they do not go with each other or with a flag.
+        """
+        objective = PolicyObjective.find(*self.policy_objective)
+        if objective.weighs_samples and objective.has_ratio_to_sampler:
+            raise objective.refused("has a ratio to the sampler, and weights by that ratio")
+        if objective.weighs_samples and (self.top_p < 1 or self.top_k > 0):
+            where = "with --top_p below 1 or --top_k above 0"
+            reason = "has no weights of samples: sampler and trainer have different supports"
+            raise objective.refused(f"{reason} {where}")
+        advantages = Advantages.find(self.advantages)
+        least, where = advantages.min_reward, f"with --advantages {self.advantages}"
+        if self.penalize_missing_eos and self.missing_eos_penalty < least:
+            raise self.refused("missing_eos_penalty", f"at least {least:g} {where}")
+        why = f"of rewards >= {least:g}" if least > -inf else ""
+        why = "which has no term for it" if advantages.takes_each_function else why
+        if why and self.has_kl_in_reward:
+            raise self.refused("kl_estimator", f"another one {where}, {why}")
+        return objective, advantages
 
 
 def refuse_kl_in_reward(config: GRPOConfig) -> None:
@@ -194,7 +183,7 @@ def refuse_kl_in_reward(config: GRPOConfig) -> None:
     if config.zero_variance != "keep":
         reason = "completions of equal rewards still differ in their KL"
         raise config.refused("zero_variance", f"keep {where}: {reason}")
-    if config.baseline == "all" and config.num_candidates > config.num_generations:
+    if config.baseline == "all" and config.candidates_per_prompt > config.num_generations:
         reason = "only kept completions are scored by the reference"
         raise config.refused("baseline", f"kept {where}: {reason}")
     if config.mask_truncated_completions:

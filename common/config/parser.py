@@ -38,6 +38,13 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
 
     Raises a UserError for an unknown flag or key, a wrong type, and values that contradict.
     """
+    return parse_given(cls, argv)[0]
+
+
+def parse_given(
+    cls: type[Config], argv: Sequence[str] | None = None
+) -> tuple[Config, frozenset[str]]:
+    """As `parse`, and the names of the flags that were given."""
     argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
     usage = "%(prog)s [--config RECIPE] [--FLAG VALUE ...]"
     layout = argparse.RawDescriptionHelpFormatter  # leaves the epilog's lines as they are
@@ -63,9 +70,9 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
             f"unknown argument {answer([strays[0], *others], list(fields), ','.join(behind))}."
         )
     values = {name: value for name, value in vars(arguments).items() if name != "config"}
-    config: Any = cls(**values)
-    config.given = frozenset(values)
-    return config  # type: ignore[no-any-return]
+    config = cls(**values)
+    getattr(config, "find_objective", bool)()  # refuses early what `main` would
+    return config, frozenset(values)
 
 
 def describe_objectives(kinds: Sequence[Any], given: Mapping[str, Any]) -> str:

@@ -21,9 +21,8 @@ MODEL_FOLDERS = ("model", "adapter")  # folders of a run; one may be a link to a
 class CommonConfig(flags.ModelFlags):
     """The flags of every stage."""
 
-    given: ClassVar[frozenset[str]] = frozenset()  # names of the flags that a command line gave
-
     # Of stages without the flag
+    num_sample_prompts = 0
     gradient_checkpointing = False
     reshard_after_forward = True
     offload_frozen = False
@@ -99,6 +98,21 @@ class CommonConfig(flags.ModelFlags):
         return dict(pair.split("=", 1) for pair in self.column_map)  # type: ignore[misc]
 
     @property
+    def candidates_per_prompt(self) -> int:
+        """Completions sampled per prompt."""
+        return 1
+
+    @property
+    def has_exact_kl(self) -> bool:
+        """Whether the KL to a reference is computed over the vocabulary."""
+        return False
+
+    @property
+    def most_sampled_tokens(self) -> int:
+        """Tokens of a sampled completion at most."""
+        return self.max_completion_length
+
+    @property
     def has_fixed_shapes(self) -> bool:
         """Whether batches are filled up, so that compiled code meets few shapes."""
         return self.compile != "false" and self.layout == "shared_prefix"
@@ -129,6 +143,7 @@ class TrainConfig(RowsConfig):
     stage: ClassVar[str]
     # Of stages without the flag
     sample_steps = 0
+    beta = 0.0
     require_stop_token = False
     ref_update_steps = 0
     num_iterations = 1

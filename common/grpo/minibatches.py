@@ -23,6 +23,7 @@ from common.model import fsdp, rollout_copy
 from common.model.lora import AdapterReference
 from common.model.projection import Head
 from common.noise import derive_seed, hash_counters
+from common.objectives.kinds import Advantages
 from common.padding import AnyBatch, on_device
 from common.record.metrics import Accumulator
 from common.text.example import Vocabulary
@@ -211,6 +212,7 @@ def reference_head(reference: Policy | AdapterReference, config: GRPOConfig, num
 def compute_advantages(
     selected: SelectedCandidates,
     ref_logps: Tensor | None,
+    function: Advantages,
     config: GRPOConfig,
     step: int = 0,  # for messages
 ) -> Tensor:
@@ -235,8 +237,8 @@ def compute_advantages(
         is_rounding = squares <= largest**2 * selected.lengths.sum(1)
         kl = kl.masked_fill((selected.flat & is_rounding)[:, None], 0.0)
         rewards = rewards - config.beta * kl
-    weights, counted = config.advantage_weights(len(rewards)), selected.counted.any(1)
-    function = config.advantage_function  # by default `objectives/advantages/group.py`
+    weights = function.weights_of(config.reward_weights, len(rewards))
+    counted = selected.counted.any(1)
     where = (
         f"at step {step + 1}, {naming_rows(selected.groups.rows[selected.groups.real].tolist())}"
     )

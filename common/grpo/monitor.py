@@ -12,6 +12,7 @@ from common.advantages import effective_sample_size, eos_penalty
 from common.config.grpo import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates, advantage_rewards, reward
 from common.losses import masked_sum
+from common.objectives.kinds import Advantages
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, OBJECTIVE_PREFIX
 from common.record.logger import RunLogger
 from common.record.metrics import Accumulator
@@ -28,6 +29,7 @@ def show_samples(
     sampler: Sampler,
     scorer: RewardFunctions,
     examples: Sequence[Example],
+    function: Advantages,
     config: GRPOConfig,
     step: int,
 ) -> None:
@@ -40,9 +42,11 @@ def show_samples(
     rollouts = sampler.sample(examples, num_samples=config.num_generations, **config.sampling)
     scored = reward(scorer, examples, rollouts, config, step, logger.total_steps)
     has_stop = rollouts.has_stop.view(scored.total.shape)
-    compared = advantage_rewards(scored.total, scored.by_function, has_stop, config)  # (F, N, G)
-    weights = config.advantage_weights(len(compared))
-    advantages = config.advantage_function(compared, weights)  # (N, G), of these prompts alone
+    compared = advantage_rewards(
+        scored.total, scored.by_function, has_stop, function, config
+    )  # (F, N, G)
+    weights = function.weights_of(config.reward_weights, len(compared))
+    advantages = function(compared, weights)  # (N, G), of these prompts alone
     by_function = {f"{FUNCTION_PREFIX}{name}": r for name, r in scored.by_function.items()}
     rewards = {"reward": scored.total, **by_function, "advantage": advantages}
     columns: dict[str, list[Any]] = {
@@ -88,7 +92,7 @@ class StepMonitor:
             "stop_rate": groups.has_stop,
             **{f"{FUNCTION_PREFIX}{name}": values for name, values in groups.by_function.items()},
         }
-        if config.num_candidates > config.num_generations:
+        if config.candidates_per_prompt > config.num_generations:
             best = rewards.amax(1, keepdim=True)
             weights = ((rewards - best) / config.rejection_temperature).exp()
             columns |= {

@@ -25,6 +25,7 @@ from common.advantages import (
 from common.config.grpo import DISTINCT, GRPOConfig
 from common.errors import UserError
 from common.noise import derive_seed, hash_counters, permutation
+from common.objectives.kinds import Advantages
 from common.rewards.score import RewardFunctions, Rewards
 from common.sampling.sampler import Rollouts
 from common.text.example import Example
@@ -92,21 +93,22 @@ def reward(
         refuse_with_steps(config)
         ends = (rollouts.lengths - 1).tolist()  # of the last tokens, N*K
         steps = penalise_steps(steps, ends, rollouts.has_stop.tolist(), eos)
-    least = (function := config.advantage_function).min_reward
-    if (rewards < least).any():
-        raise function.refused(f"takes rewards of at least {least:g}; one is {rewards.min():g}")
     return replace(scored, total=rewards, steps=steps)
 
 
 def advantage_rewards(
-    total: Tensor, by_function: Mapping[str, Tensor], has_stop: Tensor, config: GRPOConfig
+    total: Tensor,  # (N, K)
+    by_function: Mapping[str, Tensor],
+    has_stop: Tensor,  # (N, K)
+    function: Advantages,
+    config: GRPOConfig,
 ) -> Tensor:
     """Rewards (F, N, K) that advantages are made of: the total (F = 1), or each function's (GDPO).
 
     A reward of GDPO is the `missing_eos_penalty` without a stop token, and the mean of its group
     where the function does not apply.
     """
-    if not config.is_by_function:
+    if not function.takes_each_function:
         return total[None]
     rewards = torch.stack(list(by_function.values()))  # nan where one does not apply
     stopped = has_stop | rewards.isnan()
@@ -131,8 +133,13 @@ def refuse_with_steps(config: GRPOConfig) -> None:
 # ---- selection -----------------------------------------------------------------------------------
 
 
-def select(groups: Groups, config: GRPOConfig, step: int) -> SelectedCandidates:
-    """Keep G of the K candidates of each prompt by statistical rejection sampling."""
+def select(
+    groups: Groups, function: Advantages, config: GRPOConfig, step: int
+) -> SelectedCandidates:
+    """Keep G of the K candidates of each prompt by statistical rejection sampling.
+
+    The function says of which rewards advantages will be made.
+    """
     num_prompts, num_candidates = groups.rewards.shape
     indices = torch.arange(num_candidates).expand(num_prompts, -1)  # all
     if num_candidates > config.num_generations:
@@ -147,24 +154,28 @@ def select(groups: Groups, config: GRPOConfig, step: int) -> SelectedCandidates:
             seed=hash_counters(derive_seed(config.seed, "selection", step), groups.rows),
             texts=groups.rollouts.numbered(num_prompts) if is_set else None,
         )
-    return gather_candidates(groups, indices, config)
+    return gather_candidates(groups, indices, function, config)
 
 
-def gather_candidates(groups: Groups, indices: Tensor, config: GRPOConfig) -> SelectedCandidates:
+def gather_candidates(
+    groups: Groups, indices: Tensor, function: Advantages, config: GRPOConfig
+) -> SelectedCandidates:
     """Gather the candidates with the indices (N, G); mark flat groups, and what the loss counts."""
     num_prompts, num_candidates = groups.rewards.shape
     candidates = (torch.arange(num_prompts)[:, None] * num_candidates + indices).flatten()
     rollouts, rewards = groups.rollouts[candidates], groups.rewards.gather(1, indices)
-    compared = advantage_rewards(groups.rewards, groups.by_function, groups.has_stop, config)
-    magnitudes = compared.abs() if config.is_by_function else sizes(groups, config)
+    compared = advantage_rewards(
+        groups.rewards, groups.by_function, groups.has_stop, function, config
+    )
+    magnitudes = compared.abs() if function.takes_each_function else sizes(groups, config)
     if config.baseline == "kept":
         of_kept = indices.expand(len(compared), -1, -1)
         compared, magnitudes = compared.gather(2, of_kept), magnitudes.gather(2, of_kept)
     # Roundings: of reward and weight, their product, the sum over functions, the penalty
     is_equal = are_equal(compared, magnitudes, len(groups.by_function) + 3)
     compared = torch.where(is_equal, compared[..., :1], compared)
-    weights = torch.tensor(config.advantage_weights(len(compared)))[:, None, None]
-    weighted = compared * weights  # a function of weight 0 teaches nothing
+    weights = torch.tensor(function.weights_of(config.reward_weights, len(compared)))
+    weighted = compared * weights[:, None, None]  # a function of weight 0 teaches nothing
     flat = (weighted == weighted[..., :1]).all(2).all(0) & groups.real
     counted = groups.real[:, None].expand_as(indices)
     if config.zero_variance != "keep":
@@ -188,6 +199,7 @@ def replace_flat(
     groups: Groups,
     train_set: Sequence[Example],
     sample_groups: Callable[[list[Example], Tensor], Groups],  # of prompts, some of them filler
+    function: Advantages,
     config: GRPOConfig,
     step: int,
 ) -> Groups:
@@ -201,7 +213,7 @@ def replace_flat(
     order = permutation(len(train_set), derive_seed(config.seed, "resampling"), step)
     fresh = (index for index in order if train_set[index].row not in used)  # read when asked for
     for _ in range(MAX_RESAMPLES):
-        flat = select(groups, config, step).flat.nonzero().flatten().tolist()
+        flat = select(groups, function, config, step).flat.nonzero().flatten().tolist()
         num_flat = distributed.from_all_ranks([len(flat)])  # of each rank
         taken = list(islice(fresh, sum(num_flat)))
         if not taken:

@@ -150,7 +150,7 @@ def read_policy_and_reference(
     config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> list[PretrainedConfig]:
     """Configurations of DPO's or GRPO's two models; a UserError if they have other tokens."""
-    paths = (config.model_name_or_path, config.ref_model_name_or_path)
+    paths = (config.model_name_or_path, config.reference_path)
     configs = [read_model_config(path, "policy", tokenizer, config) for path in paths]
     if paths[1] != paths[0]:
         refuse_other_tokenizer(paths[1], tokenizer, config)

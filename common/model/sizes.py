@@ -60,7 +60,7 @@ def for_device(config: Config, given: Set[str]) -> Config:
         int(CACHE_SHARE * memory / (2 * num_layers * width * size)) * num_heads // num_key_heads
     )
     # Sampling keeps the keys and values of a prompt once for its completions
-    num_samples: int = getattr(config, "num_candidates", 1)
+    num_samples: int = config.candidates_per_prompt
     per_completion = config.max_completion_length + config.max_prompt_length / num_samples
     completions = min(COMPLETIONS, int(cached / per_completion))
     chosen = (max(FEWEST, min(MOST, tokens)), max(num_samples, completions))

@@ -13,6 +13,7 @@ from common.errors import FunctionError, UserError, naming
 from common.losses import precise
 from common.objectives import probe
 from common.objectives.find import Function, Objective
+from common.objectives.implicit_reward import ImplicitReward
 
 
 def call(function: Function, values: Mapping[str, Any]) -> Any:
@@ -198,6 +199,11 @@ class PreferenceLoss(Objective):
         """Whether every loss takes log-probs per token, as its file says."""
         return all(function.constants.get("PER_TOKEN") for function in self.functions)
 
+    def implicit_reward(self, beta: float, *, reference_free: bool = False) -> ImplicitReward:
+        """The reward by which a run with this loss judges completions."""
+        needs_reference = self.needs_reference and not reference_free
+        return ImplicitReward(beta, needs_reference, self.is_per_token)
+
     def check(self, beta: float) -> None:
         """Call each function on pairs; raise a UserError, or warn, if it returns no loss."""
         for function in self.functions:
@@ -239,11 +245,14 @@ class Advantages(Objective):
     ) -> Tensor:
         """Advantages (N, G), float32; of all candidates (N, K), where rewards are those of all.
 
-        Collective if the function sums over the ranks. Raises ValueError for groups of one.
+        Collective if the function sums over the ranks. Raises ValueError for groups of one, and a
+        UserError for rewards below `min_reward`.
         """
         rewards = rewards[None] if rewards.dim() == 2 else rewards
         if rewards.shape[-1] < 2:
             raise ValueError(f"num_generations is {rewards.shape[-1]}; a group needs at least 2")
+        if (rewards < (least := self.min_reward)).any():
+            raise self.refused(f"takes rewards of at least {least:g}; one is {rewards.min():g}")
         if counted is None:
             counted = torch.ones(rewards.shape[1], dtype=torch.bool, device=rewards.device)
         values = (rewards[0], rewards, weights, counted, all_reduce or (lambda sums: sums))
@@ -257,6 +266,10 @@ class Advantages(Objective):
     def takes_each_function(self) -> bool:
         """Whether each reward function's rewards are taken, not their weighted sum."""
         return "rewards_by_function" in self.functions[0].inputs
+
+    def weights_of(self, reward_weights: Sequence[float], number: int) -> Sequence[float]:
+        """Weights of what it takes: of the total, which has been weighted already, 1."""
+        return (reward_weights if self.takes_each_function else ()) or [1.0] * number
 
     @property
     def normalizes_globally(self) -> bool:

@@ -16,20 +16,24 @@ import torch
 import yaml
 
 from common.record.jsonl import write_atomically
-from common.record.run_folder import CONFIG, ENVIRONMENT, REWARD, inputs_of, job_ids
+from common.record.run_folder import CONFIG, ENVIRONMENT, inputs_of, job_ids
 from common.text import sources
 
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 
 
 def save_run_files(
-    output_dir: Path, config: Any, world_size: int, model_commit: str | None = None
+    output_dir: Path,
+    config: Any,
+    world_size: int,
+    *,
+    model_commit: str | None = None,  # of a hub's model
+    **facts: Any,
 ) -> dict[Path, str]:
-    """Write `config.yaml` and `environment.json`, with the commit of a hub's model. Rank 0 only.
+    """Write `config.yaml` and `environment.json`, which has the facts too. Rank 0 only.
 
     Returns their texts.
     """
-    reward = getattr(config, "implicit_reward", None)
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -45,7 +49,7 @@ def save_run_files(
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,
         "inputs": inputs_of(config),
-        **({REWARD: asdict(reward)} if reward else {}),
+        **facts,
         **({"job": ids} if (ids := job_ids()) else {}),
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }

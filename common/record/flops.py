@@ -119,12 +119,12 @@ def step_flops(
     backward = (1 if config.lora_r else 2) + config.gradient_checkpointing
     operations = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
     if isinstance(config, GRPOConfig):
-        operations["sampling"] = forward(policy, config.num_candidates)
+        operations["sampling"] = forward(policy, config.candidates_per_prompt)
         if config.num_iterations * config.num_minibatches > 1:
             operations["old log-probabilities"] = scored
     if reference is not None:
         operations["reference"] = forward(reference, trained)
     if reward_models:
         assert isinstance(config, GRPOConfig)
-        operations["rewards"] = sum(forward(m, config.num_candidates) for m in reward_models)
+        operations["rewards"] = sum(forward(m, config.candidates_per_prompt) for m in reward_models)
     return operations

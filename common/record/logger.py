@@ -34,7 +34,7 @@ class RunLogger:
         config: TrainConfig,
         total_steps: int,
         start_step: int = 0,
-        model_commit: str | None = None,  # see `save_run_files`
+        **facts: Any,  # see `save_run_files`
     ) -> None:
         """Open files, bar and tracker; a UserError for a run that is resumed beyond its end."""
         if start_step > total_steps:
@@ -51,7 +51,7 @@ class RunLogger:
         if not self._active:
             return
         self.output_dir = output_dir = Path(config.output_dir)
-        self._run_files = environment.save_run_files(output_dir, config, world_size(), model_commit)
+        self._run_files = environment.save_run_files(output_dir, config, world_size(), **facts)
         earlier = run_folder.read_metrics(output_dir)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)

@@ -72,8 +72,7 @@ class RewardModelFunction:
         if not chats or self.limit is None:
             return
         end = TurnEnd(chats[0].messages, self.policy_tokenizer)
-        most = getattr(self.config, "max_new_tokens", self.config.max_completion_length)
-        sampled = most + len(end.ids)  # it may break off
+        sampled = self.config.most_sampled_tokens + len(end.ids)  # it may break off
 
         def length(chat: Example) -> int:
             # Whether the last token stops is not known here: the shorter reading counts

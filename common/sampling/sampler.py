@@ -119,8 +119,16 @@ def decoded_at_once(num_samples: int, config: SamplingConfig) -> tuple[int, int]
 class Sampler:
     """Samples from a policy in training, through a plain copy that each `sample` fills anew."""
 
-    def __init__(self, policy: nn.Module, vocabulary: Vocabulary, config: SamplingConfig) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        vocabulary: Vocabulary,
+        config: SamplingConfig,
+        *,
+        keeps_graphs: bool = False,  # a GPU's, with what they read, as where every step samples
+    ) -> None:
         """Prepare the copy; `policy.lm` is the Hugging Face model."""
+        self.keeps_graphs = keeps_graphs
         self.policy = policy
         self.vocabulary = vocabulary
         self.config = config
@@ -182,15 +190,15 @@ class Sampler:
                     report,
                 )
                 batches.append(drawn)
-            self.copy.is_kept = self.keeps_graphs(lm)
+            self.copy.is_kept = self.kept_graphs(lm)
         return Rollouts(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
 
-    def keeps_graphs(self, lm: nn.Module) -> bool:
-        """Whether graphs and what they read stay: where every step samples; else free them."""
-        graphs, is_often = self.graphs, getattr(self.config, "stage", "") == "GRPO"
+    def kept_graphs(self, lm: nn.Module) -> bool:
+        """Whether graphs and what they read are kept; else free them."""
+        graphs = self.graphs
         if graphs is None:
             return False
-        if graphs.captured and is_often and graphs.num_bytes(lm) <= MAX_KEPT_BYTES:
+        if graphs.captured and self.keeps_graphs and graphs.num_bytes(lm) <= MAX_KEPT_BYTES:
             return True
         graphs.forget()
         return False

@@ -28,7 +28,7 @@ def load_splits(
     name, split = config.dataset_name, config.dataset_train_split
     held_out = _noted_held_out_split(config, name)
     train_set = load_examples(config, name, split, kind, vocabulary, config.num_train_rows)
-    if kind == "sft" and getattr(config, "num_sample_prompts", False) and train_set[0].messages:
+    if kind == "sft" and config.num_sample_prompts and train_set[0].messages:
         shown = data_report.marked(train_set[0], vocabulary.tokenizer)
         distributed.print_rank0(f"  row {train_set[0].row + 1}, [[trained]]: {shown}")
     eval_set = load_examples(config, name, held_out, kind, vocabulary, config.num_eval_rows)

@@ -244,7 +244,7 @@ def candidates(trace: Trace, config: Any) -> list[Record]:
         "tokens": [{"sampler_logp": logps} for logps in rollouts.as_lists(rollouts.token_logps)],
         "reward": groups.rewards.flatten(),
     }
-    if config.num_candidates == config.num_generations:
+    if config.candidates_per_prompt == config.num_generations:
         return records(columns)
     scores = groups.rewards.double() / config.rejection_temperature
     if draws := trace.of("uniform", "_keep_gumbel"):

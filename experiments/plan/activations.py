@@ -58,6 +58,6 @@ def logits_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
     rows = batch.completions * run.config.max_completion_length
     at_once = GPU_CHUNK_NUMBERS if run.on_gpu else CHUNK_NUMBERS
     chunk = min(rows, max(1, at_once // model.vocabulary)) * model.vocabulary
-    has_exact_kl = getattr(run.config, "has_exact_kl", False)
+    has_exact_kl = run.config.has_exact_kl
     copies = 1 + 2 * has_exact_kl + (run.config.stage == "GRPO" and run.on_gpu)
     return FLOAT32 * chunk * copies + rows * model.width * run.number_bytes + cast

@@ -209,7 +209,7 @@ def sampling_moments(run: Run, base: Columns) -> list[Moment]:
         return [rollout_moment(run, base, config.num_sample_prompts, 1)]
     rows, is_here = config.batch_size // run.ranks, not config.rollout_server
     return [
-        *([rollout_moment(run, base, rows, config.num_candidates)] * is_here),
+        *([rollout_moment(run, base, rows, config.candidates_per_prompt)] * is_here),
         *(scoring_moment(run, "rewards", model, base) for model in run.reward_models),
     ]
 
@@ -238,7 +238,7 @@ def kept_for_kl(run: Run) -> float:
     float32, which in one process of float32 is the reference's own.
     """
     config, reference = run.config, run.reference or run.policy
-    if not getattr(config, "has_exact_kl", False):
+    if not config.has_exact_kl:
         return 0.0
     rows = config.batch_size // run.ranks * run.num_completions * config.max_completion_length
     is_shared = run.is_plain and not run.has_copies
@@ -288,7 +288,7 @@ def kept_by_graphs(run: Run) -> Columns:
     if config.rollout_server or not config.cuda_graphs:
         return {}
     completion, longest = config.max_completion_length, config.max_prompt_length
-    prompts, samples = decoded_at_once(config.num_candidates, config)
+    prompts, samples = decoded_at_once(config.candidates_per_prompt, config)
     prompts = min(prompts, config.batch_size // run.ranks)
     per_token = 2 * run.policy.num_layers * run.policy.key_width * run.number_bytes
     kept = {

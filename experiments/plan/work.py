@@ -79,7 +79,7 @@ def make_run(config: TrainConfig, *, on_gpu: bool) -> Run:
     policy = of_model(path, kind, config, trains=True)
     reference = None
     if isinstance(config, DPOConfig | GRPOConfig) and has_reference(config):
-        other = config.ref_model_name_or_path
+        other = config.reference_path
         if not (config.lora_r and other == path):  # else it is inside the policy
             reference = of_model(other, "policy", config, trains=False)
     reward_models = tuple(
@@ -105,7 +105,7 @@ class MicroBatch:
 def has_reference(config: TrainConfig) -> bool:
     """Whether a reference takes part, be it the policy without its adapters."""
     if isinstance(config, DPOConfig):
-        return config.implicit_reward.needs_reference
+        return config.find_objective().needs_reference and not config.reference_free
     return isinstance(config, GRPOConfig) and config.beta > 0
 
 

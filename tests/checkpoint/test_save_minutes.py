@@ -39,8 +39,8 @@ def run_on_a_clock(jobs: list[dict[str, Any]], minutes: list[float]) -> list[lis
         clock, saved = Clock(), list[float]()
         update, save = Run.update, checkpointer.Checkpointer.save
 
-        def take_long(run: Run, losses: Any, clock: Any = clock, update: Any = update) -> None:
-            update(run, losses)
+        def take_long(run: Run, clock: Any = clock, update: Any = update) -> None:
+            update(run)
             clock.now += 60 * minutes[run.step % len(minutes)] * (3 if distributed.rank() else 1)
 
         def note(it: Any, step: int, clock: Any = clock, saved: Any = saved, s: Any = save) -> None:

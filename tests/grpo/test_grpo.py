@@ -30,10 +30,10 @@ from common.forward import Policy, ReferenceStates
 from common.grpo import minibatches, rollouts
 from common.grpo.minibatches import Columns, Denominators
 from common.grpo.monitor import StepMonitor
-from common.grpo.rollouts import Groups, SelectedCandidates, select
+from common.grpo.rollouts import Groups, SelectedCandidates
 from common.losses import AGGREGATIONS, aggregate, kl_estimate
 from common.model import fsdp
-from common.objectives.kinds import PolicyObjective
+from common.objectives.kinds import Advantages, PolicyObjective
 from common.padding import MAKERS, AnyBatch
 from common.record.metrics import Accumulator
 from common.rewards import functions
@@ -94,13 +94,37 @@ class MicroBatch(NamedTuple):
     def loss(self, policy: Policy, config: GRPOConfig, watch: StepMonitor) -> Tensor:
         """That of `train_grpo.py`, the only batch of its update."""
         update = minibatches.Update([self.batch], self.denominators)
-        objective = config.objective
+        objective, _ = config.find_objective()
         return train_grpo.grpo_loss(policy, self.batch, self.rows, update, objective, watch, True)
+
+
+def advantages_of(config: GRPOConfig) -> Advantages:
+    return config.find_objective()[1]
+
+
+def select(groups: Groups, config: GRPOConfig, step: int) -> SelectedCandidates:
+    return rollouts.select(groups, advantages_of(config), config, step)
+
+
+def gathered(groups: Groups, indices: Tensor, config: GRPOConfig) -> SelectedCandidates:
+    return rollouts.gather_candidates(groups, indices, advantages_of(config), config)
+
+
+def replace_flat(
+    groups: Groups, train_set: Any, draw: Any, config: GRPOConfig, step: int
+) -> Groups:
+    return rollouts.replace_flat(groups, train_set, draw, advantages_of(config), config, step)
+
+
+def compute_advantages(
+    selected: SelectedCandidates, ref_logps: Tensor | None, config: GRPOConfig
+) -> Tensor:
+    return minibatches.compute_advantages(selected, ref_logps, advantages_of(config), config)
 
 
 def collated(selected: SelectedCandidates, config: GRPOConfig) -> list[list[MicroBatch]]:
     """The micro-batches of every update, without a reference."""
-    advantages = minibatches.compute_advantages(selected, None, config)
+    advantages = compute_advantages(selected, None, config)
     updates = minibatches.plan_updates(selected, config, tiny.vocabulary(pad_id=PAD), 0)
     columns = minibatches.sampled_columns(selected, config).with_advantages(advantages)
     micro_batches = []
@@ -205,7 +229,7 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     config = new_config(
         num_candidates=4, layout=layout, micro_batch_size=limits[0], micro_batch_tokens=limits[1]
     )
-    selected = rollouts.gather_candidates(groups, kept, config)
+    selected = gathered(groups, kept, config)
     counted = selected.counted.clone()
     counted[1, 2] = False
     selected = replace(selected, counted=counted)
@@ -283,14 +307,13 @@ def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
 
 
 def test_negative_rewards_are_refused_where_their_mean_divides():
-    groups = new_groups([[1.0, 0.0, -0.5]])
-    scorer = mock.Mock()
-    scorer.score.return_value = Rewards(groups.rewards, {}, [], RewardLog(3))
     config = new_config(advantages="mean", missing_eos_penalty=0.0)
-    with pytest.raises(
-        UserError, match="--advantages mean takes rewards of at least 0; one is -0.5"
-    ):
-        rollouts.reward(scorer, groups.examples, groups.rollouts, config, 0, 1)
+    kept = select(new_groups([[1.0, 0.0, -0.5]]), config, 0)
+    message = "--advantages mean takes rewards of at least 0; one is -0.5"
+    with pytest.raises(UserError, match=message):
+        compute_advantages(kept, None, config)
+    with pytest.raises(UserError, match=message):
+        Advantages.find("mean")(kept.rewards)
 
 
 def test_a_reward_that_one_rank_refuses_ends_all_before_the_next_collective(monkeypatch):
@@ -307,7 +330,7 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     config = new_config(beta=0.5, kl_estimator="k1_reward", advantages="none", micro_batch_size=2)
     kept = select(groups, config, 0)
     ref_logps = kept.rollouts.token_logps + 0.25  # nats more per token than the sampler's
-    advantages = minibatches.compute_advantages(kept, ref_logps, config)
+    advantages = compute_advantages(kept, ref_logps, config)
     rewards = groups.rewards + 0.5 * 0.25 * groups.rollouts.lengths.view(2, 3)
     torch.testing.assert_close(advantages, rewards - rewards.mean(1, keepdim=True))
 
@@ -321,10 +344,10 @@ def test_a_kl_of_rounding_in_equal_rewards_teaches_nothing(name: str, bf16: bool
     kept = select(groups, config, 0)
     torch.manual_seed(0)
     gaps = noise * torch.randn_like(kept.rollouts.token_logps)
-    values = minibatches.compute_advantages(kept, kept.rollouts.token_logps + gaps, config)
+    values = compute_advantages(kept, kept.rollouts.token_logps + gaps, config)
     assert (values[0] == 0).all()
     assert values[1].all()
-    values = minibatches.compute_advantages(kept, kept.rollouts.token_logps + 100 * gaps, config)
+    values = compute_advantages(kept, kept.rollouts.token_logps + 100 * gaps, config)
     assert values[0].all()
 
 
@@ -335,7 +358,7 @@ def test_rounding_is_up_to_its_root_mean_square_over_the_tokens(share, is_roundi
     config = new_config(beta=0.5, kl_estimator="k1_reward", temperature=temperature)
     kept = select(groups, config, 0)
     gap = share * 2.0**-15 / temperature  # of each token, nats
-    values = minibatches.compute_advantages(kept, kept.rollouts.token_logps.double() + gap, config)
+    values = compute_advantages(kept, kept.rollouts.token_logps.double() + gap, config)
     assert (values == 0).all() == is_rounding
 
 
@@ -355,7 +378,7 @@ def test_weighted_sums_that_are_equal_but_for_rounding_are_a_flat_group():
     kept = select(groups, config, 0)
     assert kept.flat.tolist() == [True, True, False]
     assert kept.counted.any(1).tolist() == [False, False, True]
-    assert (minibatches.compute_advantages(kept, None, config) != 0).any(1).tolist() == [
+    assert (compute_advantages(kept, None, config) != 0).any(1).tolist() == [
         False,
         False,
         True,
@@ -374,13 +397,13 @@ BY_BASELINE = {  # of the candidates with rewards 9 and 2, kept of 0, 1, 2 and 9
 def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, name: str):
     config = new_config(baseline=baseline, advantages=name, beta=0.0)
     groups = new_groups([[0.0, 1.0, 2.0, 9.0]])
-    kept = rollouts.gather_candidates(groups, torch.tensor([[3, 2]]), config)
-    advantages = minibatches.compute_advantages(kept, None, config)
+    kept = gathered(groups, torch.tensor([[3, 2]]), config)
+    advantages = compute_advantages(kept, None, config)
     expected = torch.tensor([BY_BASELINE[baseline, name]])
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-4)
     # A group is flat if all rewards of its baseline are equal.
     groups = new_groups([[0.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
-    kept = rollouts.gather_candidates(groups, torch.tensor([[1, 3], [0, 1]]), config)
+    kept = gathered(groups, torch.tensor([[1, 3], [0, 1]]), config)
     assert kept.flat.tolist() == [baseline == "kept", True]
 
 
@@ -408,7 +431,7 @@ def test_each_reward_is_normalised_in_its_group_and_their_sum_over_the_batch(bas
     flags |= {"reward_weights": [1.0, 0.25], "zero_variance": "drop", "num_generations": 2}
     config = new_config(**flags, num_candidates=4, baseline=baseline)
     kept = torch.tensor([[0, 3], [2, 1], [0, 1]])
-    selected = rollouts.gather_candidates(groups, kept, config)
+    selected = gathered(groups, kept, config)
     assert selected.flat.tolist() == [False, False, True]
     sums = []
     for n in (0, 1):
@@ -420,7 +443,7 @@ def test_each_reward_is_normalised_in_its_group_and_their_sum_over_the_batch(bas
         total = [x + 0.25 * y for x, y in zip(a, b, strict=True)]
         sums += total if baseline == "kept" else [total[i] for i in chosen]
     expected = [*standardised(sums), 0.0, 0.0]
-    ours = minibatches.compute_advantages(selected, None, config)
+    ours = compute_advantages(selected, None, config)
     torch.testing.assert_close(ours.flatten(), torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -428,10 +451,12 @@ def test_a_reward_that_does_not_apply_adds_nothing():
     config = new_config(advantages="gdpo")
     by_function = {"a": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.full((1, 3), torch.nan)}
     stopped = torch.tensor([[True, True, False]])
-    both = rollouts.advantage_rewards(torch.zeros(1, 3), by_function, stopped, config)
+    function = advantages_of(config)
+    both = rollouts.advantage_rewards(torch.zeros(1, 3), by_function, stopped, function, config)
     assert both.tolist() == [[[1.0, 2.0, -1.0]], [[0.0, 0.0, 0.0]]]
     by_function["b"] = torch.tensor([[torch.nan, 4.0, torch.nan]])
-    both = rollouts.advantage_rewards(torch.zeros(1, 3), by_function, stopped, config)
+    function = advantages_of(config)
+    both = rollouts.advantage_rewards(torch.zeros(1, 3), by_function, stopped, function, config)
     assert both[1].tolist() == [[4.0, 4.0, 4.0]]
 
 
@@ -481,7 +506,7 @@ def test_flat_groups_are_replaced_by_fresh_prompts_until_none_is_left(monkeypatc
     draw = fake_draw(flat_rows, drawn)
     groups = draw(first, torch.tensor([True, True, True, False]))
     drawn.clear()
-    groups = rollouts.replace_flat(groups, train_set, draw, config, 0)
+    groups = replace_flat(groups, train_set, draw, config, 0)
     rows = groups.rows.tolist()
     assert groups.num_replaced == len(drawn) >= 2
     assert len(set(drawn)) == len(drawn)
@@ -502,7 +527,7 @@ def test_replacing_ends_with_its_rounds_or_with_the_rows_and_then_drops(monkeypa
         drawn: list[int] = []
         draw = fake_draw(set(range(7)), drawn)
         groups = draw(train_set[:2], torch.ones(2, dtype=torch.bool))
-        groups = rollouts.replace_flat(groups, train_set, draw, config, 0)
+        groups = replace_flat(groups, train_set, draw, config, 0)
         assert groups.num_replaced == expected
         assert not select(groups, config, 0).counted.any()
 
@@ -519,7 +544,12 @@ def test_fresh_prompts_are_none_of_the_batch_where_rows_were_dropped(monkeypatch
         draw = fake_draw(set(range(16)), drawn)
         groups = draw([train_set[1], train_set[3]], torch.ones(2, dtype=torch.bool))
         drawn.clear()
-        assert rollouts.replace_flat(groups, train_set, draw, config, step).num_replaced == 6
+        assert (
+            rollouts.replace_flat(
+                groups, train_set, draw, advantages_of(config), config, step
+            ).num_replaced
+            == 6
+        )
         assert sorted(drawn) == [0, 4, 8, 10, 12, 14]
 
 
@@ -533,11 +563,11 @@ def test_step_rewards_reach_the_tokens_of_the_kept(baseline):
     rewards = [1.0, 0.0, 2.0, 1.0] if baseline == "all" else [2.0, 1.0, 1.0]
     mean, std = statistics.mean(rewards), statistics.stdev(rewards) + EPSILON
     one, two = (1.0 - mean) / std, (2.0 - mean) / std
-    selected = rollouts.gather_candidates(groups, kept, config)
+    selected = gathered(groups, kept, config)
     expected = torch.tensor(
         [[[one + two, one, one, one, 0.0, 0.0], [one, 0.0, 0.0, 0.0, 0.0, 0.0]]]
     )
-    torch.testing.assert_close(minibatches.compute_advantages(selected, None, config), expected)
+    torch.testing.assert_close(compute_advantages(selected, None, config), expected)
 
 
 @pytest.mark.parametrize(
@@ -1020,7 +1050,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("flags", "words"), REFUSED, ids=str)
 def test_what_contradicts_itself_is_refused_in_one_sentence(flags, words):
     with pytest.raises(UserError) as caught:
-        new_config(**flags)
+        new_config(**flags).find_objective()
     tiny.check_sentence(caught.value, *words)
 
 

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from common import distributed
-from common.config.parser import parse
+from common.config.parser import parse_given
 from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.model import sizes
@@ -39,9 +39,9 @@ def chosen(folder: Path, shape: str, gigabytes: int, *more: str) -> SFTConfig:
     path = folder / "model.json"
     path.write_text(json.dumps(SHAPES[shape]))
     flags = ["--model_name_or_path", str(path), "--output_dir", str(folder / "run"), *more]
-    config = parse(SFTConfig, flags)
+    config, given = parse_given(SFTConfig, flags)
     with mock.patch.object(distributed, "device_memory", return_value=int(gigabytes * 1e9)):
-        return sizes.for_device(config, config.given)
+        return sizes.for_device(config, given)
 
 
 def test_a_larger_gpu_or_a_smaller_model_has_larger_passes(tmp_path: Path, capsys: Any) -> None:
@@ -84,8 +84,9 @@ def test_what_is_given_stays_and_so_does_everything_on_a_cpu(tmp_path: Path) -> 
     sized = chosen(tmp_path, "small", 80, "--micro_batch_tokens", "4096", "--bf16", "true")
     assert sized.micro_batch_tokens == 4096
     assert sized.generation_batch_size == sizes.COMPLETIONS
-    config = parse(SFTConfig, ["--model_name_or_path", "x.json", "--output_dir", "y"])
-    assert sizes.for_device(config, config.given) == config
+    config, given = parse_given(SFTConfig, ["--model_name_or_path=x.json", "--output_dir=y"])
+    assert given == {"model_name_or_path", "output_dir"}
+    assert sizes.for_device(config, given) == config
 
 
 def test_a_model_of_another_shape_keeps_the_defaults(tmp_path: Path) -> None:

@@ -392,7 +392,9 @@ def config(**fields: Any) -> DPOConfig:
 
 def test_which_runs_need_a_reference():
     def needs_reference(**flags: Any) -> bool:
-        return config(**flags).implicit_reward.needs_reference
+        run = config(**flags)
+        objective = run.find_objective()
+        return objective.implicit_reward(1.0, reference_free=run.reference_free).needs_reference
 
     assert needs_reference()
     assert needs_reference(loss_type=["simpo", "ipo"])
@@ -414,7 +416,7 @@ REFUSED = [
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
 def test_flags_that_contradict_each_other_are_refused(fields, message):
     with pytest.raises(UserError) as refusal:
-        config(**fields)
+        config(**fields).find_objective()
     assert message in str(refusal.value)
 
 
