@@ -18,11 +18,11 @@ class DPOConfig(FrozenFlags, SampleTableFlags, CompletionFlags, TrainConfig, Sam
     _objective: ClassVar = "objective"
     loss_type: list[str] = path_flag(
         ["sigmoid"],
-        "one or several files of common/objectives/preference, or file.py:function (your file is "
-        "run as code), each with settings behind a colon, as sigmoid:label_smoothing=0.1",
+        "losses: one or several files of common/objectives/preference, or file.py:function (your "
+        "file is run as code), each with settings behind a colon, as sigmoid:label_smoothing=0.1",
         required=True,
     )
-    loss_weights: list[float] = flag([], "one per loss_type (empty: 1 each)", gt=0)
+    loss_weights: list[float] = flag([], "weights, one per loss_type (empty: 1 each)", gt=0)
     beta: float = flag(
         0.1, "strength of the pull to the reference, per nat; scale of implicit rewards", gt=0
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from common.config.flags import free_flag
+from common.config.flags import ENGINE, free_flag
 from common.config.stages import SamplingConfig
 
 LEAST_TEMPERATURE = 0.01  # vLLM takes a lower one for this
@@ -19,7 +19,7 @@ class EngineConfig(SamplingConfig):
     top_k = 0
     top_p = 1.0
 
-    _engine: ClassVar = "what samples (docs/rollout_engine.md)"
+    _engine: ClassVar = ENGINE
     rollout_server: str = free_flag("", "URL of a vLLM server (empty: this project's sampler)")
 
     def __post_init__(self) -> None:

@@ -18,8 +18,14 @@ from common.errors import UserError, hint
 AUTO = "auto"
 SMALLEST_TEMPERATURE = 1e-6  # logits are divided by it
 WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # see `operator`
-SPEED = "speed, memory and sharding: none but bf16 changes a loss"
+OPTIMISATION = "optimisation"
 WATCHING = "logging, evaluation, checkpoints"
+LORA = "LoRA"
+SPEED = "speed, memory and sharding: none but bf16 changes a loss"
+ENGINE = "what samples (docs/rollout_engine.md)"
+CHECKS = "checks"
+# Headings that come last in --help, in this order
+LAST = (OPTIMISATION, WATCHING, LORA, SPEED, ENGINE, CHECKS)
 
 
 def flag(

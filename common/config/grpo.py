@@ -31,7 +31,7 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     num_generations: int = flag(8, "completions of a prompt that are trained on", ge=2)
     num_candidates: int = flag(0, "completions sampled per prompt (0: num_generations)")
     temperature: float = flag(
-        1.0, "of sampling and of every log-probability", ge=SMALLEST_TEMPERATURE
+        1.0, "temperature of sampling and of every log-probability", ge=SMALLEST_TEMPERATURE
     )
     top_k: int = flag(0, "sample from the k most likely tokens only (0: all)")
     top_p: float = flag(1.0, "sample from the most likely tokens that hold this share", gt=0, le=1)
@@ -39,28 +39,36 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     _rewards: ClassVar = "rewards"
     reward_funcs: list[str] = path_flag(
         [],
-        "gold, length, overlong:FROM-TO, gsm8k, regex:PATTERN, format:PATTERN, rouge_l:COLUMN, "
-        "count:TEXT, file.py:function (your file is run as code), or reward-model folders",
+        "rewards of a completion: gold, length, overlong:FROM-TO, gsm8k, regex:PATTERN, "
+        "format:PATTERN, rouge_l:COLUMN, count:TEXT, file.py:function (your file is run as code), "
+        "or reward-model folders",
         required=True,
     )
-    reward_weights: list[float] = flag([], "one per reward function (empty: 1 each)")
+    reward_weights: list[float] = flag([], "weights, one per reward function (empty: 1 each)")
     missing_eos_penalty: float = flag(-1.0, "reward of a completion that did not stop")
-    penalize_missing_eos: bool = flag(True, "false: such a completion keeps its own reward")
+    penalize_missing_eos: bool = flag(
+        True, "whether missing_eos_penalty is given; false: a completion keeps its own reward"
+    )
 
     _selection: ClassVar = "selection and advantages"
     rejection_method: str = flag(
         "rso",
-        "how candidates are kept; distinct: from a set of texts, as RSO's paper does, not from all",
+        "selection of the candidates that are kept; distinct: from a set of texts, as RSO's paper "
+        "does, not from all",
         [*REJECTION_METHODS, f"rso{DISTINCT}", f"gumbel{DISTINCT}"],
     )
     rejection_temperature: float = flag(
-        0.5, "of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
+        0.5, "temperature of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
     )
-    baseline: str = flag("all", "mean over all candidates or the kept ones", ["all", "kept"])
+    baseline: str = flag(
+        "all",
+        "mean that a reward is compared with: of all candidates or the kept ones",
+        ["all", "kept"],
+    )
     advantages: str = path_flag(
         "group",
-        "a file of common/objectives/advantages or file.py:function (your file is run as code), "
-        "with settings behind a colon, as rloo:scale=group",
+        "advantages: a file of common/objectives/advantages or file.py:function (your file is run "
+        "as code), with settings behind a colon, as rloo:scale=group",
         required=True,
     )
     normalize_globally: bool = flag(False, "normalise kept advantages again, over all ranks")
@@ -86,15 +94,16 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     num_minibatches: int = flag(1, "updates in a pass, each on its share of the prompts", gt=0)
     policy_objective: list[str] = path_flag(
         ["clip"],
-        "a file of common/objectives/policy or file.py:function (your file is run as code), with "
-        "settings behind a colon, as clip:epsilon_low=0.2,epsilon_high=0.28; behind it files that "
-        "change its loss, as sampler_weights:cap=2",
+        "loss: a file of common/objectives/policy or file.py:function (your file is run as code), "
+        "with settings behind a colon, as clip:epsilon_low=0.2,epsilon_high=0.28; behind it files "
+        "that change its loss, as sampler_weights:cap=2",
         required=True,
     )
     aggregation: str = flag(
         "grpo",
-        "grpo: mean per completion, then over completions; token: over all tokens (DAPO); "
-        "constant: sum / max_completion_length (Dr. GRPO); prompt: mean per prompt, then over them",
+        "mean of the tokens' losses; grpo: per completion, then over completions; token: over all "
+        "tokens (DAPO); constant: sum / max_completion_length (Dr. GRPO); prompt: per prompt, "
+        "then over them",
         AGGREGATIONS,
     )
     entropy_coef: float = flag(0.0, "weight of each token's entropy, which is subtracted", ge=0)
@@ -103,8 +112,9 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     beta: float = flag(0.04, "weight of the KL to the reference, per nat (0: no reference)", ge=0)
     kl_estimator: str = flag(
         "k3",
-        "of the KL at each token; full: exact, over the vocabulary; k1_ratio, k3_ratio: times the "
-        "probability ratio, the gradient is then that of the KL; k1_reward: taken from the reward",
+        "estimator of the KL at each token; full: exact, over the vocabulary; k1_ratio, k3_ratio: "
+        "times the probability ratio, the gradient is then that of the KL; k1_reward: taken from "
+        "the reward",
         ["k2", "k3", "full", "k1_ratio", "k3_ratio", "k1_reward"],
     )
     ref_model_name_or_path: str = path_flag("", "frozen reference (empty: model_name_or_path)")

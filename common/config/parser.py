@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
+from common.config.flags import LAST
 from common.config.hints import answer
 from common.config.recipes import read_recipe
 from common.errors import UserError
@@ -47,14 +48,17 @@ def parse_given(
     """As `parse`, and the names of the flags that were given."""
     argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
     usage = "%(prog)s [--config RECIPE] [--FLAG VALUE ...]"
+    about = description_of(cls)
     layout = argparse.RawDescriptionHelpFormatter  # leaves the epilog's lines as they are
     options: dict[str, Any] = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
-    parser = Parser(usage=usage, formatter_class=layout, **options)
+    parser = Parser(usage=usage, description=about, formatter_class=layout, **options)
     parser._negative_number_matcher = NEGATIVE_NUMBER
     parser.add_argument("--config", metavar="RECIPE", help="YAML file with values of these flags")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     titles = headings(cls)
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
+    found = [*dict.fromkeys(titles.values())]
+    order = [title for title in found if title not in LAST] + [x for x in LAST if x in found]
+    groups = {title: parser.add_argument_group(title) for title in order}
     for name, f in fields.items():
         add_flag(groups[titles[name]], f)
     given = vars(parser.parse_known_args([word for word in argv if word not in HELP])[0])
@@ -75,6 +79,22 @@ def parse_given(
     return config, frozenset(values)
 
 
+def description_of(cls: type) -> str:
+    """What the command is for, its rows, and how it is launched on several processes."""
+    purpose = (sys.modules["__main__"].__doc__ or "").partition("\n")[0]
+    launch = "Several processes: torchrun --standalone --nproc_per_node N %(prog)s ..."
+    return "\n".join(filter(None, (purpose, (cls.__doc__ or "").partition("\n")[0], launch)))
+
+
+def typed(value: Any) -> str:
+    """A default as one types it."""
+    if isinstance(value, list):
+        return " ".join(map(typed, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def describe_objectives(kinds: Sequence[Any], given: Mapping[str, Any]) -> str:
     """The files of a stage's kinds of objectives, and the settings of those that are given."""
     texts = []
@@ -83,7 +103,7 @@ def describe_objectives(kinds: Sequence[Any], given: Mapping[str, Any]) -> str:
         for function in kind.find(*filter(None, as_list(given.get(kind.flag, [])))).functions:
             texts.append(f"settings of {function.name}:")
             items = function.settings.items()
-            texts += [f"  {name}={value} ({type(value).__name__})" for name, value in items]
+            texts += [f"  {name}={typed(value)} ({type(value).__name__})" for name, value in items]
     return "\n".join(texts)
 
 
@@ -117,8 +137,8 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
 
     is_list, default = get_origin(f.type) is list, f.metadata["default"]
     kind: Any = get_args(f.type)[0] if is_list else f.type
-    note = "required" if f.metadata["required"] and not default else f"default: {default}"
-    text = f.metadata["help"] + (f" ({note})" if note not in ("default: ", "default: []") else "")
+    note = "required" if f.metadata["required"] and not default else f"default: {typed(default)}"
+    text = f.metadata["help"] + (f" ({note})" if note != "default: " else "")
     choices = f.metadata["choices"]
     group.add_argument(
         f"--{f.name}",

@@ -38,15 +38,20 @@ class CommonConfig(flags.ModelFlags):
     dataset_test_split: str = flag(
         AUTO, "split to evaluate on; auto: validation, else test, else none; empty: no evaluation"
     )
-    max_prompt_length: int = flag(512, "tokens; longer text is truncated, messages dropped", gt=0)
-    max_completion_length: int = flag(56, "tokens, stop token included", gt=0)
+    max_prompt_length: int = flag(
+        512, "tokens of a prompt; longer text is truncated, messages dropped", gt=0
+    )
+    max_completion_length: int = flag(56, "tokens of a completion, stop token included", gt=0)
     prompt_truncation: str = flag(
         "tldr",
         "tldr: cut the post at a newline or sentence, keep header and cue; start: drop tokens",
         ["tldr", "start"],
     )
     max_dropped_fraction: float = flag(
-        0.05, "refuse a split that loses a larger share, but for a single row (0: any)", ge=0, le=1
+        0.05,
+        "refuse a split that loses a larger share of its rows, but for a single row (0: any)",
+        ge=0,
+        le=1,
     )
     chat_columns: bool = flag(
         False, "texts become turns of the chat template: prompt the user's, the others answers"
@@ -72,16 +77,20 @@ class CommonConfig(flags.ModelFlags):
     )
     cpu_offload: bool = free_flag(False, "keep parameters and optimiser state in host memory")
     num_replicas: int = free_flag(1, "HSDP: groups of processes, each with all shards", gt=0)
-    ddp_timeout: int = free_flag(1800, "seconds to wait for others, as for a download", gt=0)
+    ddp_timeout: int = free_flag(
+        1800, "seconds to wait for other processes, as for a download", gt=0
+    )
 
     _what: ClassVar = "what"
     seed: int = flag(0, "row order, initialisation and sampling noise follow from it", lt=2**63)
 
     _model: ClassVar = "model"
-    tokenizer_name_or_path: str = path_flag("", "the same or `synthetic` (empty: beside the model)")
+    tokenizer_name_or_path: str = path_flag(
+        "", "tokenizer: hub id, folder or `synthetic` (empty: beside the model)"
+    )
     stop_token: str = flag("eos", "what ends a completion: `eos` or a text that is one token")
 
-    _checks: ClassVar = "checks"
+    _checks: ClassVar = flags.CHECKS
     self_check: bool = free_flag(True, "check every loaded model before it is used")
 
     def __post_init__(self) -> None:
@@ -132,7 +141,7 @@ class RowsConfig(CommonConfig):
     num_train_rows: int = flag(0, "train on the first rows only (0: all)")
     num_eval_rows: int = flag(0, "evaluate on the first rows only (0: all)")
 
-    _optimisation: ClassVar = "optimisation"
+    _optimisation: ClassVar = flags.OPTIMISATION
     batch_size: int = flag(64, "rows per step (GRPO: per rollout), over all processes", gt=0)
 
 
@@ -158,10 +167,12 @@ class TrainConfig(RowsConfig):
         False, "reduce gradients in every micro-batch: a rank holds its shard, not whole ones"
     )
 
-    _optimisation: ClassVar = "optimisation"
+    _optimisation: ClassVar = flags.OPTIMISATION
     learning_rate: float = flag(1e-5, "peak learning rate", gt=0)
     warmup_steps: int = flag(0, "steps of linear warmup")
-    lr_scheduler_type: str = flag("cosine", "decay after it", ["cosine", "linear", "constant"])
+    lr_scheduler_type: str = flag(
+        "cosine", "decay of the learning rate after the warmup", ["cosine", "linear", "constant"]
+    )
     min_lr: float = flag(0.0, "learning rate that the decay ends at", ge=0)
     num_train_epochs: float = flag(1.0, "passes over the rows, if max_steps is 0", ge=0, le=2**31)
     max_steps: int = flag(0, "steps of this run (0: num_train_epochs)")
@@ -190,7 +201,7 @@ class TrainConfig(RowsConfig):
     keep_last: int = free_flag(3, "checkpoints to keep in output_dir (0: all)")
     async_save: bool = free_flag(True, "write checkpoints while training goes on, from a host copy")
 
-    _lora: ClassVar = "LoRA"
+    _lora: ClassVar = flags.LORA
     lora_r: int = flag(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
     lora_alpha: int = flag(32, "adapters are scaled by lora_alpha / lora_r", gt=0)
     lora_target_modules: list[str] = flag(
@@ -229,7 +240,9 @@ class SamplingConfig(CommonConfig):
     """The flags of every stage that samples."""
 
     _speed: ClassVar = flags.SPEED
-    generation_batch_size: int = free_flag(64, "completions at once; on a GPU by its memory", gt=0)
+    generation_batch_size: int = free_flag(
+        64, "completions sampled at once; on a GPU by its memory", gt=0
+    )
     cuda_graphs: bool = free_flag(True, "replay sampling's steps on a GPU as a captured graph")
 
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from mistakes import STAGES
 
 from common.config.evaluate import EvaluateConfig
+from common.config.flags import CHECKS, ENGINE, LAST, SPEED
 from common.config.grpo import GRPOConfig
 from common.config.parser import parse
 from common.config.stages import TrainConfig
@@ -107,7 +108,11 @@ def test_every_field_has_a_default_and_a_help_text(stage, capsys):
     for field in dataclasses.fields(cls):
         assert f"--{field.name} " in text
     words = " ".join(text.split())
+    assert "Several processes: torchrun --standalone --nproc_per_node N " in words
+    assert " ".join(cls.__doc__.partition("\n")[0].split()) in words
     assert "synthetic (default: synthetic)" in words
+    assert "(default: false)" in words
+    assert not re.search(r"default: (False|True|\[|\d+\.0\))", words), "not as it is typed"
     assert ("empty: no evaluation" in words) == (stage != "evaluate")
 
 
@@ -118,7 +123,9 @@ def test_the_help_of_a_stage_stands_under_headings_and_has_no_flag_without_effec
     text = capsys.readouterr().out
     headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
     assert headings[1:4] == ["what", "model", "data"]
-    assert headings[-1] == "pairs"
+    assert headings.index("pairs") == len(headings) - 5
+    last = ["optimisation", SPEED, ENGINE, CHECKS]
+    assert headings[-4:] == last == [title for title in LAST if title in headings]
     assert text.index("--dataset_name ") < text.index("--dataset_train_split ")
     assert not {"LoRA", "hub", "objective"} & {*headings}
     assert "--learning_rate" not in text

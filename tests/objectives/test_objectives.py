@@ -828,12 +828,12 @@ def test_help_behind_a_name_lists_its_settings_with_their_values(tmp_path: Path,
     words = ["--config", str(recipe), "--policy_objective", "clip:delta=3", "geometric_mask"]
     of_policy = (
         "settings of clip:\n  epsilon_low=0.2 (float)\n  epsilon_high=0.2 (float)\n"
-        "  delta=3.0 (float)\n"
-        "settings of geometric_mask:\n  low=0.5 (float)\n  high=2.0 (float)\n"
+        "  delta=3 (float)\n"
+        "settings of geometric_mask:\n  low=0.5 (float)\n  high=2 (float)\n"
     )
-    of_mine = f"settings of {mine}:\n  power=3 (int)\n  is_on=False (bool)\n  shape=b (str)\n"
+    of_mine = f"settings of {mine}:\n  power=3 (int)\n  is_on=false (bool)\n  shape=b (str)\n"
     of_losses = (
-        "settings of sft:\nsettings of simpo:\n  gamma=1.0 (float)\n  label_smoothing=0.0 (float)\n"
+        "settings of sft:\nsettings of simpo:\n  gamma=1 (float)\n  label_smoothing=0 (float)\n"
     )
     for cls, given, listed in (
         (GRPOConfig, words, [of_policy, of_mine]),
