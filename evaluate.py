@@ -30,10 +30,10 @@ from typing import Any
 
 from torch import Tensor
 
-from common import distributed, launch, scoring, self_checks
+from common import distributed, launch, self_checks
 from common.config.evaluate import EvaluateConfig
 from common.errors import UserError
-from common.evaluation import judges, measure, records, runs, summary
+from common.evaluation import judges, measure, records, runs, scoring, summary
 from common.evaluation.records import PairScores, PromptRecord
 from common.evaluation.results import Results, score_name, write_results
 from common.evaluation.win_rates import all_win_rates

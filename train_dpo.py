@@ -23,10 +23,10 @@ usual: this loss trains only their difference.
 
 import gc
 
-from common import data, distributed, launch, scoring, self_checks
+from common import data, distributed, launch, self_checks
 from common.checkpoint.resume import find_checkpoint
 from common.config.dpo import DPOConfig
-from common.evaluation import pair_scores
+from common.evaluation import pair_scores, scoring
 from common.forward import Policy, sequence_scores
 from common.model import fsdp, load
 from common.model.lora import AdapterReference

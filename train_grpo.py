@@ -46,6 +46,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
+from common.batch import AnyBatch
 from common.checkpoint.resume import find_checkpoint
 from common.config.grpo import GRPOConfig
 from common.errors import UserError
@@ -58,7 +59,6 @@ from common.grpo.rollouts import Groups
 from common.losses import aggregate, kl_estimate, probability_ratio
 from common.model import fsdp, load
 from common.model.lora import AdapterReference
-from common.padding import AnyBatch
 from common.record import output_lock
 from common.record.glossary import LOGGED_PREFIX
 from common.rewards.score import RewardFunctions

@@ -38,11 +38,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import data, distributed, launch, scoring, self_checks
+from common import data, distributed, launch, self_checks
 from common.checkpoint.resume import find_checkpoint
 from common.config.reward import RewardConfig
 from common.errors import UserError
-from common.evaluation import pair_scores
+from common.evaluation import pair_scores, scoring
 from common.forward import RewardModel
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import checks, fsdp, load

@@ -20,9 +20,10 @@ Launch (the last value of a flag wins; every field of a recipe is a flag):
 The exported `output_dir/model` is the next stages' `--model_name_or_path`.
 """
 
-from common import data, distributed, launch, scoring, self_checks
+from common import data, distributed, launch, self_checks
 from common.checkpoint.resume import find_checkpoint
 from common.config.stages import SFTConfig
+from common.evaluation import scoring
 from common.forward import Policy
 from common.losses import sft_loss
 from common.model import fsdp, load

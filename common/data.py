@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from common import distributed
+from common.batch import MAKERS, AnyBatch, SharedPrefixBatch
 from common.config.stages import CommonConfig, RowsConfig, TrainConfig
 from common.noise import permutation
-from common.padding import MAKERS, AnyBatch, SharedPrefixBatch
 from common.text.example import Example, Vocabulary
 
 MOST_FILLER = 10_000  # largest batch, fillers included, where the data set has fewer rows

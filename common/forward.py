@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from common.batch import AnyBatch, PaddedBatch, SharedPrefixBatch
 from common.model.projection import Head, exact_tf32, token_statistics
 from common.model.shared_prefix import last_hidden_states
-from common.padding import AnyBatch, PaddedBatch, SharedPrefixBatch
 
 
 class CompletionScores(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common import distributed
+from common.batch import AnyBatch
 from common.checkpoint import export
 from common.checkpoint.checkpointer import Checkpointer
 from common.config.stages import TrainConfig
@@ -21,7 +22,6 @@ from common.errors import MAX_NAMED, UserError, gist, naming, naming_rows
 from common.model import fsdp, optim
 from common.objectives.implicit_reward import ImplicitReward
 from common.objectives.kinds import PolicyObjective, PreferenceLoss
-from common.padding import AnyBatch
 from common.record import flops, output_lock
 from common.record.forecast import Forecast
 from common.record.logger import RunLogger

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common import distributed
+from common.batch import AnyBatch, padded_batch, shared_prefix_batch
 from common.config.stages import CommonConfig, TrainConfig
 from common.errors import UserError
 from common.forward import CompletionScores, RewardModel
@@ -21,7 +22,6 @@ from common.losses import precise
 from common.model import fsdp
 from common.model.projection import Scaling
 from common.objectives.preference.sigmoid import sigmoid
-from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.text.example import Example, Vocabulary
 
 # Nats per token, or of a reward, that float32 sums in another order may differ by.

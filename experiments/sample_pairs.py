@@ -32,6 +32,7 @@ from common.config.engine import EngineConfig
 from common.config.flags import SMALLEST_TEMPERATURE, FrozenFlags, flag, path_flag
 from common.config.stages import RowsConfig
 from common.errors import UserError
+from common.evaluation.scoring import check_sampler
 from common.forward import Policy
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform
@@ -40,7 +41,6 @@ from common.record.jsonl import json_line, write_atomically
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.sampler import EngineSampler
-from common.scoring import check_sampler
 from common.text.chat import TEMPLATE_COLUMNS, as_answers, render
 from common.text.example import Example, Vocabulary
 from common.text.reading import load_splits

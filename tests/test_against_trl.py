@@ -18,10 +18,10 @@ from trl.experimental.cpo import CPOTrainer
 from assets.recipes.conformance.case import CASES, OurCase, compute
 from assets.recipes.conformance.trl_case import TrlCase
 from common import losses
+from common.batch import padded_batch
 from common.forward import Policy
 from common.objectives.kinds import Advantages, PreferenceLoss
 from common.objectives.policy.sampler_weights import CORRECTIONS, sampler_weights
-from common.padding import padded_batch
 
 NUM_ROWS, NUM_COLUMNS = 12, 6
 MASK = torch.arange(NUM_COLUMNS) < torch.tensor([6, 1, 3, 4, 2, 6, 5, 1, 6, 2, 3, 4])[:, None]

@@ -22,12 +22,12 @@ from trl.trainer.reward_trainer import DataCollatorForPreference
 from assets.recipes.conformance.case import OurCase, compute
 from assets.recipes.conformance.trl_case import TrlCase
 from common.advantages import EPSILON, normalise_globally
+from common.batch import padded_batch
 from common.config.grpo import GRPOConfig
 from common.forward import Policy, RewardModel
 from common.grpo import rollouts
 from common.model import load
 from common.objectives.kinds import PreferenceLoss
-from common.padding import padded_batch
 
 
 def close(value: Any, expected: Any, tolerance: float = 1e-6) -> None:

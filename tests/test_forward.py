@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from common import distributed
+from common.batch import MAKERS, PaddedBatch, padded_batch
 from common.forward import Policy, ReferenceStates, RewardModel
 from common.model import fsdp, shared_prefix
 from common.model.projection import Head
 from common.model.rollout_copy import RolloutCopy
-from common.padding import MAKERS, PaddedBatch, padded_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

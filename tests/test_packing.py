@@ -30,7 +30,7 @@ from common.data import (
     micro_batches,
     pack_micro_batches,
 )
-from common.scoring import distinct_completions
+from common.evaluation.scoring import distinct_completions
 from experiments.evidence.bench.fixture import PROMPT_LENGTHS, RESPONSE_LENGTHS
 from experiments.evidence.bench.rows import MAX_PROMPT_LENGTH
 

@@ -2,7 +2,8 @@
 
 Every row comes back out of its padded form by its mask alone, whatever the pad id; positions count
 real tokens only; a completion ends with its first stop token; a batch pairs each completion with
-its own prompt, and reaches a device as it was. About `common.padding`.
+its own prompt, and reaches a device as it was. About `common.padding` and
+`common.batch`.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common import batch as batching
 from common import padding
 
 TOKENS = st.integers(0, 6)  # few ids, so that the pad id and the stop ids occur in the rows
@@ -75,7 +77,7 @@ GROUPS = st.integers(1, 3).flatmap(
 @given(groups=GROUPS, pad_id=TOKENS)
 def test_batch_holds_each_prompt_next_to_its_completions(groups: list, pad_id: int):
     prompts, completions, flags = map(list, zip(*groups, strict=True))
-    batch = padding.padded_batch(prompts, completions, pad_id, is_real=flags)
+    batch = batching.padded_batch(prompts, completions, pad_id, is_real=flags)
     expected = [
         (prompt, completion, flag)
         for prompt, group, flag in zip(prompts, completions, flags, strict=True)
@@ -110,8 +112,8 @@ def test_tensors_of_several_dtypes_and_shapes_are_moved_in_one_copy():
         "count": torch.tensor(7),
         "nothing": torch.zeros(0, 3),
     }
-    with mock.patch.object(padding, "on_device", side_effect=lambda tensor, _: tensor) as copy:
-        moved = padding.together_on(tensors, "cuda")  # on whose side they are views of one tensor
+    with mock.patch.object(batching, "on_device", side_effect=lambda tensor, _: tensor) as copy:
+        moved = batching.together_on(tensors, "cuda")  # on whose side they are views of one tensor
     copy.assert_called_once()
     assert moved.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -121,12 +123,12 @@ def test_tensors_of_several_dtypes_and_shapes_are_moved_in_one_copy():
 def test_on_the_host_nothing_is_copied():
     tensors = {"ids": torch.arange(3), "flags": torch.tensor([True])}
     for device in ("cpu", torch.device("cpu")):
-        moved = padding.together_on(tensors, device)
+        moved = batching.together_on(tensors, device)
         assert all(moved[name] is tensor for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("make", padding.MAKERS.values())
-def test_pairs_of_a_batch_by_hand(make: Callable[..., padding.AnyBatch]):
+@pytest.mark.parametrize("make", batching.MAKERS.values())
+def test_pairs_of_a_batch_by_hand(make: Callable[..., batching.AnyBatch]):
     prompts = [[1], [2, 3], [4]]
     completions = [[[5], [6, 7]], [[], [8, 9, 9]], [[5, 5], [6]]]  # the second has no chosen token
     batch = make(prompts, completions, 0, is_real=[True, True, False])
@@ -138,8 +140,8 @@ def test_pairs_of_a_batch_by_hand(make: Callable[..., padding.AnyBatch]):
     assert batch.source_rows == [-1] * 6
 
 
-@pytest.mark.parametrize("make", padding.MAKERS.values())
-def test_a_prompt_without_tokens_is_refused(make: Callable[..., padding.AnyBatch]):
+@pytest.mark.parametrize("make", batching.MAKERS.values())
+def test_a_prompt_without_tokens_is_refused(make: Callable[..., batching.AnyBatch]):
     for prompts in ([[], [1]], [[1], []]):
         with pytest.raises(AssertionError, match="at least one token"):
             make(prompts, [[[2]], [[3]]], 0)
@@ -151,5 +153,5 @@ def test_the_largest_group_is_that_of_a_prompt_with_all_its_completions():
         ([[[5, 5, 5, 5], [6]], [[8], [9]]], 5),
         ([[[5], []], [[8], []]], 2),  # which FlashAttention takes for the number of queries
     ):
-        layout = padding.shared_prefix_batch([[1], [2, 3]], completions, 0).layout
+        layout = batching.shared_prefix_batch([[1], [2, 3]], completions, 0).layout
         assert layout.largest == largest

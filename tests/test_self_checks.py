@@ -15,12 +15,14 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-from common import distributed, padding, scoring, self_checks
+from common import batch as batching
+from common import distributed, self_checks
+from common.batch import PaddedBatch
 from common.config.stages import TrainConfig
 from common.errors import UserError
+from common.evaluation import scoring
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load
-from common.padding import PaddedBatch
 from common.sampling.sampler import Sampler
 from common.text.example import Example
 
@@ -181,9 +183,9 @@ def test_a_trained_model_computes_what_transformers_evaluates(
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
     assert {layer.p for layer in lm.modules() if isinstance(layer, nn.Dropout)} <= {0.0}
     self_checks.only_tokens_matter(policy, config)
-    make = padding.padded_batch if layout == "padded" else padding.shared_prefix_batch
+    make = batching.padded_batch if layout == "padded" else batching.shared_prefix_batch
     rows = ([[5, 6, 7], [8]], [[[9, 10]], [[11, 12]]])
-    expected = Policy(plain.eval())(padding.padded_batch(*rows, PAD)).token_logps
+    expected = Policy(plain.eval())(batching.padded_batch(*rows, PAD)).token_logps
     for _ in range(4):
         logps = policy(make(*rows, PAD)).token_logps
         torch.testing.assert_close(logps, expected, rtol=0, atol=tiny.rounding(plain))
@@ -229,7 +231,7 @@ def test_a_mask_inferred_from_the_pad_token_is_refused(monkeypatch):
     """GPT-2 pads with its eos token: `ids != pad` would take the stop token out of the loss."""
 
     def inferred(prompts: Any, completions: Any, pad_id: int, **options: Any) -> PaddedBatch:
-        batch = padding.padded_batch(prompts, completions, pad_id, **options)
+        batch = batching.padded_batch(prompts, completions, pad_id, **options)
         batch.completion_mask = batch.completion_mask & (batch.completion_ids != pad_id)
         return batch
 
@@ -293,7 +295,7 @@ def first_rollout(
     )
     ids = rollouts.completion_ids
     prompts = [example.prompt_ids for example in PAIRS]
-    batch = padding.padded_batch(prompts, [ids[:3], ids[3:]], PAD).to(distributed.device())
+    batch = batching.padded_batch(prompts, [ids[:3], ids[3:]], PAD).to(distributed.device())
     sampled = rollouts.token_logps[:, : batch.completion_mask.shape[1]].to(distributed.device())
     ref_logps = None
     if ref_seed is not None:
@@ -324,7 +326,7 @@ def test_a_sampler_that_is_not_the_policy_is_refused(wrong, bf16):
 def test_a_gap_of_opposite_signs_does_not_cancel():
     """Two tokens that are off by +1 and -1 nats agree on average, and are refused."""
     policy = Policy(tiny.causal_lm("gpt2"))
-    batch = padding.padded_batch([[5, 6, 7]], [[[8, 9]]], PAD).to(distributed.device())
+    batch = batching.padded_batch([[5, 6, 7]], [[[8, 9]]], PAD).to(distributed.device())
     with torch.no_grad():
         logps = policy(batch).token_logps
     off = logps + torch.tensor([[1.0, -1.0]], device=logps.device)

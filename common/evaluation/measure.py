@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from common import data, distributed, noise
+from common.batch import AnyBatch
 from common.config.evaluate import EvaluateConfig
 from common.config.stages import CommonConfig
 from common.evaluation.accuracy import Floats
 from common.evaluation.records import BASELINES, Generation
+from common.evaluation.scoring import score_examples
 from common.forward import Policy
 from common.objectives.implicit_reward import ImplicitReward
-from common.padding import AnyBatch
 from common.rewards.models import RewardModelFunction
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
-from common.scoring import score_examples
 from common.text.chat import TEMPLATE_COLUMNS, as_answers, render
 from common.text.example import Example, Vocabulary
 from common.text.overlap import rouge_l, rouge_n

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from common import distributed, scoring
+from common import distributed
+from common.batch import AnyBatch
 from common.config.grpo import GRPOConfig
-from common.evaluation import accuracy, intervals
+from common.evaluation import accuracy, intervals, scoring
 from common.forward import Policy
 from common.grpo.rollouts import reward
 from common.model import fsdp
 from common.model.lora import AdapterReference
-from common.padding import AnyBatch
 from common.record.glossary import FUNCTION_PREFIX, with_interval
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common import data, distributed
 from common.advantages import normalise_globally, step_advantages
+from common.batch import AnyBatch, on_device
 from common.config.grpo import GRPOConfig
 from common.errors import naming, naming_rows
 from common.forward import Policy, ReferenceStates
@@ -24,7 +25,6 @@ from common.model.lora import AdapterReference
 from common.model.projection import Head
 from common.noise import derive_seed, hash_counters
 from common.objectives.kinds import Advantages
-from common.padding import AnyBatch, on_device
 from common.record.metrics import Accumulator
 from common.text.example import Vocabulary
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.padding import Layout
+from common.batch import Layout
 
 aten = torch.ops.aten
 KINDS = {False: 0, True: 2}  # of the efficient kernel's mask: causal is 2, to end at the last key

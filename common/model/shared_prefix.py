@@ -21,9 +21,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from common.batch import Layout
 from common.errors import UserError
 from common.model.shared_attention import branch_attention
-from common.padding import Layout
 
 NAME = "shared_prefix"
 # Names of a block's norm before attention, and of its attention

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import data, distributed, scoring, self_checks
+from common import data, distributed, self_checks
+from common.batch import AnyBatch
 from common.config.dpo import DPOConfig
+from common.evaluation import scoring
 from common.forward import Policy, sequence_scores
 from common.model.lora import AdapterReference
-from common.padding import AnyBatch
 from common.record import output_lock
 from common.record.jsonl import replacing
 from common.record.run_folder import REFERENCE_LOGPS

@@ -19,8 +19,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from common import padding
+from common.batch import on_device
 from common.errors import UserError
-from common.padding import cut_at_stop, on_device
+from common.padding import cut_at_stop
 from common.sampling.graphs import StepGraphs
 from common.sampling.shared import SharedDecoder
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.batch import KeysByLayer, on_device, shared_prefix_batch
 from common.model import shared_prefix
 from common.model.projection import Scaling
-from common.padding import KeysByLayer, on_device, shared_prefix_batch
 from common.sampling.graphs import StepGraphs, has_fixed_shapes, padded_length
 
 FIRST_WIDTH = 64  # keys of a sample that are read at first; doubled when they are full

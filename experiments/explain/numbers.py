@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from common import data
+from common.batch import MAKERS, AnyBatch, PaddedBatch
 from common.errors import UserError
 from common.losses import kl_estimate
-from common.padding import MAKERS, AnyBatch, PaddedBatch
 from common.text.example import Vocabulary
 from experiments.explain.trace import Trace, scores_of
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from common.batch import PaddedBatch
 from common.config.parser import as_list
 from common.config.recipes import read_recipe
 from common.objectives.find import Function, load_once, split_settings
-from common.padding import PaddedBatch
 from experiments.explain.trace import Trace
 from experiments.runs.stages import ROOT
 

@@ -22,10 +22,11 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from common import data, distributed, scoring, self_checks
+from common import data, distributed, self_checks
 from common.checkpoint import export
 from common.config.stages import SFTConfig
 from common.errors import UserError
+from common.evaluation import scoring
 from common.forward import Policy, ReferenceStates, RewardModel
 from common.grpo import minibatches
 from common.losses import sft_loss

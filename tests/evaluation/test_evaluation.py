@@ -2,7 +2,8 @@
 
 Targets: plain loops over single rows. Reward models used as reward functions give the rewards of
 the reward model itself, of the policy's ids where vocabularies agree and of the text where not.
-About `common.evaluation.accuracy`, `common.evaluation.pair_scores` and `common.scoring`.
+About `common.evaluation.accuracy`, `common.evaluation.pair_scores` and
+`common.evaluation.scoring`.
 """
 
 import math
@@ -17,14 +18,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
-from common import distributed, scoring
+from common import distributed
+from common.batch import padded_batch
 from common.checkpoint import export
 from common.data import PromptGroup
 from common.errors import UserError
-from common.evaluation import pair_scores, runs
+from common.evaluation import pair_scores, runs, scoring
 from common.forward import Policy, RewardModel
 from common.model import fsdp
-from common.padding import padded_batch
 from common.record.metrics import Accumulator
 from common.rewards.models import RewardModelFunction
 from common.rewards.score import short_names

@@ -23,6 +23,7 @@ from torch import Tensor
 import train_grpo
 from common import distributed, self_checks
 from common.advantages import EPSILON
+from common.batch import MAKERS, AnyBatch
 from common.checkpoint import layout
 from common.config.grpo import GRPOConfig
 from common.errors import UserError
@@ -34,7 +35,6 @@ from common.grpo.rollouts import Groups, SelectedCandidates
 from common.losses import AGGREGATIONS, aggregate, kl_estimate
 from common.model import fsdp
 from common.objectives.kinds import Advantages, PolicyObjective
-from common.padding import MAKERS, AnyBatch
 from common.record.metrics import Accumulator
 from common.rewards import functions
 from common.rewards.score import RewardLog, Rewards

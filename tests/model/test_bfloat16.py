@@ -16,11 +16,11 @@ from ranks import hash_of, launch, state_hashes, whole
 from torch import Tensor, nn
 
 from common import distributed
+from common.batch import padded_batch, shared_prefix_batch
 from common.checkpoint import layout
 from common.forward import Policy, RewardModel
 from common.model import fsdp, lora, optim
 from common.model.rollout_copy import RolloutCopy
-from common.padding import padded_batch, shared_prefix_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

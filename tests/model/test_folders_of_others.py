@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import distributed
+from common.batch import padded_batch, shared_prefix_batch
 from common.checkpoint import export
 from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.model import checks, fsdp, load
-from common.padding import padded_batch, shared_prefix_batch
 from common.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -25,12 +25,12 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from common import distributed, self_checks
+from common.batch import padded_batch
 from common.config.dpo import DPOConfig
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load, optim
 from common.model.rollout_copy import PackedLinear, RolloutCopy
 from common.model.rollout_copy import packed as packed_weights
-from common.padding import padded_batch
 from common.sampling.sampler import Sampler
 
 BLOCKS = {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}

@@ -23,7 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from common import distributed, padding, self_checks
+from common import batch as batching
+from common import distributed, self_checks
+from common.batch import Layout, PaddedBatch, SharedPrefixBatch, padded_batch, shared_prefix_batch
 from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load, shared_attention, shared_prefix
@@ -32,7 +34,6 @@ from common.model.shared_attention import (
     range_attention,
     range_attention_backward,
 )
-from common.padding import Layout, PaddedBatch, SharedPrefixBatch, padded_batch, shared_prefix_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -606,7 +607,7 @@ def test_layouts_agree_refuses_a_wrong_row(family, broken, monkeypatch):
     """Positions that count the row, a shift by one, a look at the other completion."""
 
     def wrong(*args: Any) -> SharedPrefixBatch:
-        batch = padding.shared_prefix_batch(*args)
+        batch = batching.shared_prefix_batch(*args)
         if broken == "position_ids":
             batch.position_ids = torch.arange(batch.input_ids.shape[1]).clamp(max=95)[None]
         elif broken == "layout":

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from common import distributed
+from common.batch import AnyBatch, padded_batch, shared_prefix_batch
 from common.checkpoint import export, hf_folder, layout
 from common.config.flags import ModelFlags
 from common.config.stages import SFTConfig
@@ -33,7 +34,6 @@ from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, load, lora, optim
 from common.model.lora import AdapterReference
-from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -35,16 +35,16 @@ from transformers import (
 )
 
 from common import distributed, self_checks
+from common.batch import padded_batch
 from common.checkpoint import export
 from common.config.stages import TrainConfig
 from common.errors import UserError
+from common.evaluation.scoring import check_sampler
 from common.forward import Policy, RewardModel
 from common.model import fsdp, optim
 from common.model import load as models
 from common.noise import HEAD_STDS
-from common.padding import padded_batch
 from common.sampling.sampler import Sampler
-from common.scoring import check_sampler
 from common.text import sources
 
 pytestmark = pytest.mark.usefixtures("process_group")

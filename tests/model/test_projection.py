@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import distributed
+from common.batch import padded_batch
 from common.forward import Policy, ReferenceStates, RewardModel
 from common.model import fsdp
 from common.model.projection import Head, Scaling, TokenStatistics, token_statistics
-from common.padding import padded_batch
 
 ROWS, WIDTH, VOCAB = 11, 6, 17
 OUTPUTS = ("token_logps", "entropy", "kl")

@@ -21,9 +21,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import distributed
+from common.batch import padded_batch
 from common.forward import Policy
 from common.model import fsdp, optim
-from common.padding import padded_batch
 from common.run import Run
 
 FLAGS: dict[str, Any] = SHORT_RUN | {

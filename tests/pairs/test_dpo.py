@@ -24,12 +24,12 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 import evaluate
 import train_dpo
 import train_reward
+from common.batch import padded_batch
 from common.config.evaluate import EvaluateConfig
 from common.data import BatchOrder
 from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.model import load
-from common.padding import padded_batch
 from common.pairs import reference
 from common.pairs.reference import PairReference
 from common.record import output_lock

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from common import distributed, noise
+from common.batch import padded_batch
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, shared_prefix
 from common.model.rollout_copy import PackedLinear
-from common.padding import padded_batch
 from common.sampling import decode as decoding
 from common.sampling import sampler as generation
 from common.sampling import shared

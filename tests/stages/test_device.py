@@ -25,11 +25,11 @@ from sim_device import decode_simulated, rollouts_simulated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import evaluate
+from common.batch import tensors_of
 from common.checkpoint import layout
 from common.config.parser import parse
 from common.data import PromptGroup, collate
 from common.model import fsdp
-from common.padding import tensors_of
 from common.report import evaluation_report
 from common.run import Run
 

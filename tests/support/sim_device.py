@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import distributed, scoring
+from common import distributed
 from common.config.grpo import GRPOConfig
+from common.evaluation import scoring
 from common.forward import Policy
 from common.model import fsdp, rollout_copy
 from common.run import Run

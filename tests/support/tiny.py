@@ -30,10 +30,11 @@ from transformers import (
 )
 
 from common import distributed
+from common.batch import PaddedBatch
 from common.checkpoint.checkpointer import Checkpointer
 from common.config.stages import SFTConfig
 from common.model import fsdp, shared_prefix
-from common.padding import PaddedBatch, left_pad, position_ids, right_pad
+from common.padding import left_pad, position_ids, right_pad
 from common.record.metrics import Accumulator
 from common.rewards.score import RewardFunctions
 from common.text import synthetic

@@ -8,8 +8,8 @@ all of them: `--layout padded`.
 import torch
 from torch import nn
 
+from common.batch import AnyBatch
 from common.forward import RewardModel
-from common.padding import AnyBatch
 
 SHARE = 0.1  # of activations that are set to 0
 forward = RewardModel.forward

@@ -21,13 +21,13 @@ import tiny
 import torch
 
 from assets.recipes.ladder import tables as ladder
+from common.batch import MAKERS
 from common.config.dpo import DPOConfig
 from common.config.grpo import GRPOConfig
 from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, lora
-from common.padding import MAKERS
 from common.sampling.graphs import StepGraphs
 from common.sampling.shared import SharedDecoder
 from experiments.plan import __main__ as command

@@ -22,7 +22,8 @@ from stages_here import run_here
 from statsmodels.stats.power import TTestPower
 from transformers import AutoModelForSequenceClassification
 
-from common import advantages, distributed, padding
+from common import advantages, distributed
+from common import batch as batching
 from common.config.grpo import GRPOConfig
 from common.errors import UserError
 from common.evaluation.accuracy import Interval, PreferenceAccuracy
@@ -473,15 +474,14 @@ def test_a_small_sweep_of_real_runs(tmp_path, monkeypatch):
 
 def test_without_position_ids_left_padding_changes_scores_and_not_what_is_sampled(monkeypatch):
     """As in TRL."""
-    monkeypatch.setattr(padding, "position_ids", padding.position_ids)  # put back afterwards
-    monkeypatch.setattr(decode, "padding", decode.padding)
+    monkeypatch.setattr(batching, "position_ids", batching.position_ids)  # put back afterwards
     model = Policy(tiny.causal_lm("gpt2", is_plain=True))
     prompts, completions = [[3, 4, 5]], [[[6, 7, 8]]]
     longer = [[3, 4, 5], [9] * 8], [[[6, 7, 8]], [[6]]]
 
     def scores() -> tuple[float, float]:
-        alone = padding.padded_batch(prompts, completions, 1)
-        padded = padding.padded_batch(*longer, 1)
+        alone = batching.padded_batch(prompts, completions, 1)
+        padded = batching.padded_batch(*longer, 1)
         with torch.no_grad():
             return float(sequence_scores(model, alone)), float(sequence_scores(model, padded)[0])
 

@@ -4,12 +4,9 @@ TRL 1.16 passes ids and attention mask only, and GPT-2 then numbers all columns.
 real tokens, as `generate` does. It acts in the padded layout: `--layout padded`.
 """
 
-from types import SimpleNamespace
-
 import torch
 
-from common import padding
-from common.sampling import decode
+from common import batch
 
 
 def every_column(mask: torch.Tensor) -> torch.Tensor:
@@ -17,6 +14,4 @@ def every_column(mask: torch.Tensor) -> torch.Tensor:
     return torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape).contiguous()
 
 
-true = SimpleNamespace(position_ids=padding.position_ids, left_pad=padding.left_pad)
-vars(decode)["padding"] = true  # the sampler keeps the true ones
-padding.position_ids = every_column
+vars(batch)["position_ids"] = every_column  # the sampler has those of `common.padding`

@@ -6,8 +6,8 @@ import random
 import torch
 
 from common import distributed
+from common.batch import shared_prefix_batch
 from common.model.shared_attention import branch_attention
-from common.padding import shared_prefix_batch
 
 
 def attention_difference(

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from common import data, distributed
+from common.batch import AnyBatch
 from common.config.stages import CommonConfig
 from common.data import PromptGroup
 from common.forward import sequence_scores
 from common.model import fsdp
-from common.padding import AnyBatch
 from common.sampling.sampler import Rollouts, Sampler
 from common.self_checks import sampler_equals_trainer
 from common.text.example import Example, Vocabulary
