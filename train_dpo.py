@@ -21,8 +21,6 @@ starting policy) and `reward_margin` to grow. That both `chosen_logp` and `rejec
 usual: this loss trains only their difference.
 """
 
-import gc
-
 from common import data, distributed, launch, self_checks
 from common.checkpoint.resume import find_checkpoint
 from common.config.dpo import DPOConfig
@@ -30,7 +28,7 @@ from common.evaluation import pair_scores, scoring
 from common.forward import Policy, sequence_scores
 from common.model import fsdp, load
 from common.model.lora import AdapterReference
-from common.pairs.reference import PairReference
+from common.pairs.reference import PairSets, frozen_logps, no_reference, reference_logps
 from common.record import output_lock
 from common.run import Run
 from common.sampling.sampler import Sampler
@@ -49,37 +47,33 @@ def main(config: DPOConfig) -> None:
     objective.check(config.beta)
     implicit_reward = objective.implicit_reward(config.beta, reference_free=config.reference_free)
     vocabulary = load.load_vocabulary(config)
-    paths = (config.model_name_or_path, config.reference_path)
     configs = load.read_policy_and_reference(config, vocabulary.tokenizer)
     resume_from = find_checkpoint(config)
-    is_resumed = resume_from is not None
     train_set, eval_set = reading.load_splits(config, "preference", vocabulary)
-    load.compare_templates(paths[1:], vocabulary.tokenizer, train_set, config)
+    load.compare_templates([config.reference_path], vocabulary.tokenizer, train_set, config)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, train_set)
     by_prompt = {pair.prompt: pair for pair in eval_set or train_set}  # tables show a prompt once
     shown = [*by_prompt.values()][: config.num_sample_prompts]
 
     # Frozen reference, which scores the pairs ahead of training and leaves the memory
-    reference = PairReference(train_set, eval_set, order, config, vocabulary)
-    is_same_model = paths[0] == paths[1]
-    is_in_policy = is_same_model and config.lora_r > 0  # the policy without its adapters
-    if implicit_reward.needs_reference and not is_in_policy:
-        frozen = Policy(load.load_policy(paths[1], configs[1], config)).requires_grad_(False)
-        reference.score(fsdp.shard(frozen, config, mesh), is_resumed=is_resumed)
-        del frozen
-        gc.collect()  # FSDP's units refer to one another: else it stays in memory
+    pairs = PairSets(train_set, eval_set, order)
+    reference, is_resumed = no_reference(pairs), resume_from is not None
+    if implicit_reward.needs_reference and not config.is_reference_base:
+        reference = frozen_logps(configs[1], pairs, config, vocabulary, mesh, is_resumed=is_resumed)
 
     # Policy, FSDP, optimiser
-    policy = Policy(load.load_policy(paths[0], configs[0], config, trains=True))
-    policy = fsdp.shard(policy, config, mesh)
-    if implicit_reward.needs_reference and is_in_policy:
-        reference.score(AdapterReference(policy), is_resumed=is_resumed)
+    lm = load.load_policy(config.model_name_or_path, configs[0], config, trains=True)
+    policy = fsdp.shard(Policy(lm), config, mesh)
+    if implicit_reward.needs_reference and config.is_reference_base:
+        base = AdapterReference(policy)
+        reference = reference_logps(base, pairs, config, vocabulary, is_resumed=is_resumed)
     sampler = Sampler(policy, vocabulary, config)
 
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config)
-    if config.self_check and reference.first is not None and is_same_model:
+    starts_at_reference = config.reference_path == config.model_name_or_path
+    if config.self_check and reference.first is not None and starts_at_reference:
         first_logps = scoring.score_examples(policy, train_set[:1], config, vocabulary, "check")
         self_checks.dpo_starts_at_ln_2(first_logps, reference.first)  # (1, 2) each
     run = Run(policy, order, config, resume_from, vocabulary, implicit_reward=implicit_reward)
@@ -88,7 +82,7 @@ def main(config: DPOConfig) -> None:
     def evaluate(step: int) -> None:
         if eval_set:
             logps = scoring.score_examples(policy, eval_set, config, vocabulary, "scoring pairs")
-            ref_logps, lengths = reference.held_out_logps, data.completion_lengths(eval_set)
+            ref_logps, lengths = reference.held_out, data.completion_lengths(eval_set)
             losses = objective(logps, ref_logps, lengths, config.beta, config.loss_weights)
             rewards = implicit_reward(logps, ref_logps, lengths)  # (rows, 2), as each of them
             run.logger.log(step, pair_scores.held_out_metrics(rewards, losses))
@@ -105,17 +99,17 @@ def main(config: DPOConfig) -> None:
         num_pairs = distributed.count_all(batch.pairs.is_real.sum() for batch in batches)
         for batch in run.micro_batches(batches):
             batch = batch.to(distributed.device())
-            pairs, real = batch.pairs, batch.pairs.is_real  # real: (N,)
-            logps = pairs.of(sequence_scores(policy, batch))  # (N, 2)
+            real, lengths = batch.pairs.is_real, batch.pairs.lengths  # (N,), (N, 2)
+            logps = batch.pairs.of(sequence_scores(policy, batch))  # (N, 2)
             ref_logps = reference.of_batch(batch)  # (N, 2)
             losses = guarded_objective(
-                logps, ref_logps, pairs.lengths, config.beta, config.loss_weights
+                logps, ref_logps, lengths, config.beta, config.loss_weights
             )  # (N,)
             total = (losses * real).sum()
             loss = total / num_pairs
             run.backward(loss)
             run.metrics.add("loss", total, real.sum())
-            rewards = implicit_reward(logps, ref_logps, pairs.lengths)  # (N, 2)
+            rewards = implicit_reward(logps, ref_logps, lengths)  # (N, 2)
             chosen, rejected = logps.unbind(-1)  # (N,) each
             pair_scores.add_pair_metrics(
                 run.metrics, rewards, real, chosen_logp=chosen, rejected_logp=rejected

@@ -31,7 +31,6 @@ from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.model import load
 from common.pairs import reference
-from common.pairs.reference import PairReference
 from common.record import output_lock
 from common.record.jsonl import read_jsonl
 from common.report import evaluation_report
@@ -343,7 +342,7 @@ def test_a_resumed_run_scores_no_pair_again(runs, tmp_path, monkeypatch):
         raise AssertionError("it was made before")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PairReference, "compute", refuse)
+        patch.setattr(reference, "compute_logps", refuse)
         train_dpo.main(DPOConfig(**flags))
         assert weights.read_bytes() == whole
         assert untimed_lines(tmp_path / "run") == lines

@@ -223,7 +223,7 @@ def test_a_run_without_further_candidates_is_shown_without_rejection_sampling(fo
         flags = f"--config run.yaml {COMMON} {words} --seed 1".split()
         text = command.write("train_grpo.py", flags).read_text()
     page = data(text)
-    assert page["settings"].items() >= {"num_candidates": 3, "num_generations": 3}.items()
+    assert page["settings"].items() >= {"candidates_per_prompt": 3, "num_generations": 3}.items()
     assert [len(page[level]) for level in ("prompts", "completions")] == [1, 3]
     changed = page["facts"]["changed for the page"]
     assert "warmup_steps 0 (run: 7)" in changed
