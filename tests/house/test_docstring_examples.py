@@ -20,3 +20,9 @@ def test_the_examples_of_a_module(name: str):
     assert sum(len(test.examples) for test in tests) == SOURCES[name].count(">>> ")
     for test in tests:
         assert doctest.DocTestRunner().run(test).failed == 0, test.name
+
+
+def test_every_objective_s_file_has_an_example():
+    files = [*(ROOT / "common" / "objectives").glob("*/[!_]*.py")]
+    assert len(files) > 20
+    assert [file.stem for file in files if ">>> " not in file.read_text()] == []

@@ -9,6 +9,10 @@ from common.advantages import EPSILON, deviations_from_mean
 
 
 def group(rewards):
-    """Advantages (N, G)."""
+    """Advantages (N, G).
+
+    >>> group(torch.tensor([[1.0, 0.0, 2.0]]))  # mean 1, deviation 1
+    tensor([[ 0.0000, -0.9999,  0.9999]], dtype=torch.float64)
+    """
     deviations = deviations_from_mean(rewards)
     return deviations / (deviations.std(dim=1, keepdim=True) + EPSILON)

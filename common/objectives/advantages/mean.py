@@ -14,6 +14,10 @@ MIN_REWARD = 0.0
 
 
 def mean(rewards):
-    """Advantages (N, G)."""
+    """Advantages (N, G).
+
+    >>> mean(torch.tensor([[1.0, 0.0, 0.0, 1.0]]))  # 0.5 / 0.5
+    tensor([[ 1., -1., -1.,  1.]], dtype=torch.float64)
+    """
     level = rewards.double().mean(dim=1, keepdim=True)  # (N, 1)
     return torch.where(level > 0, deviations_from_mean(rewards) / level, 0.0)

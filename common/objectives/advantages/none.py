@@ -7,5 +7,9 @@ from common.advantages import deviations_from_mean
 
 
 def none(rewards):
-    """Advantages (N, G)."""
+    """Advantages (N, G).
+
+    >>> none(torch.tensor([[1.0, 0.0, 2.0]]))
+    tensor([[ 0., -1.,  1.]], dtype=torch.float64)
+    """
     return deviations_from_mean(rewards)

@@ -15,7 +15,11 @@ IN_GROUP = {"none": none, "false": none, "group": group, "true": group}
 
 
 def rloo(rewards, counted, all_reduce, *, scale="none"):
-    """Advantages (N, G)."""
+    """Advantages (N, G).
+
+    >>> rloo(torch.tensor([[1.0, 0.0, 2.0]]), None, None)  # 1 - 2/2, 0 - 3/2, 2 - 1/2
+    tensor([[ 0.0000, -1.5000,  1.5000]], dtype=torch.float64)
+    """
     check_choice("scale", scale, (*IN_GROUP, "batch"))
     scaled = batch(rewards, counted, all_reduce) if scale == "batch" else IN_GROUP[scale](rewards)
     num_generations = rewards.shape[1]

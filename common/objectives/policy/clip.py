@@ -14,7 +14,13 @@ from common.losses import check_bounds, clipped_tokens, probability_ratio
 
 
 def clip(logps, old_logps, advantages, mask, *, epsilon_low=0.2, epsilon_high=0.2, delta=inf):
-    """Loss of each token (B, C), and metrics."""
+    """Loss of each token (B, C), and metrics.
+
+    >>> logps, old_logps = torch.tensor([[[0.5, 0.5]], [[0.25, 0.5]]]).log()  # rho: 2 and 1
+    >>> advantages, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    >>> clip(logps, old_logps, advantages, mask)[0]  # -min(2, 1.2) and -1
+    tensor([[-1.2000, -1.0000]])
+    """
     check_bounds(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     ratio = probability_ratio(logps, old_logps, mask)
     return clip_loss(ratio, advantages, mask, 1 - epsilon_low, 1 + epsilon_high, delta)

@@ -9,7 +9,13 @@ from common.losses import masked_sum, precise
 
 
 def off_policy_mask(loss, logps, sampled_logps, advantages, mask, *, threshold=0.1):
-    """Loss of each token (B, C), and metrics."""
+    """Loss of each token (B, C), and metrics.
+
+    >>> loss, mask = torch.tensor([[1.2, 1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    >>> logps, sampled_logps = torch.tensor([[[0.25, 0.5]], [[0.5, 0.5]]]).log()
+    >>> off_policy_mask(loss, logps, sampled_logps, -mask.float(), mask)[0]  # ln 2 / 2 is over 0.1
+    tensor([[0., 0.]])
+    """
     gaps = precise(sampled_logps) - precise(logps).detach()  # (B, C)
     lengths = mask.sum(dim=1).clamp(min=1)
     is_far = masked_sum(gaps, mask, dim=1) / lengths > threshold  # (B,)

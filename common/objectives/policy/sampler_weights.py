@@ -19,7 +19,13 @@ WEIGHS_SAMPLES = True  # a sampler that cannot draw every token has no such weig
 def sampler_weights(
     loss, old_logps, sampled_logps, mask, *, correction="token_truncate", cap=2.0, floor=0.0
 ):
-    """Loss of each token (B, C); the weights have no gradient."""
+    """Loss of each token (B, C); the weights have no gradient.
+
+    >>> loss, mask = torch.tensor([[-1.2, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    >>> old_logps, sampled_logps = torch.tensor([[[0.5, 0.5]], [[0.1, 0.5]]]).log()
+    >>> sampler_weights(loss, old_logps, sampled_logps, mask)[0]  # times min(5, 2) and 1
+    tensor([[-2.4000, -1.0000]])
+    """
     check_choice("correction", correction, CORRECTIONS)
     if cap < 1:
         raise ValueError(f"cap is {cap} but must be at least 1")

@@ -17,7 +17,12 @@ def robust(
     *,
     label_smoothing=0.0,
 ):
-    """Loss of each pair (N,)."""
+    """Loss of each pair (N,).
+
+    >>> chosen, rejected, reference = torch.tensor([[-10.0], [-12.0], [-11.0]])  # D = 2
+    >>> robust(chosen, rejected, reference, reference, beta=0.5, label_smoothing=0.1)
+    tensor([0.1883])
+    """
     check_smoothing(label_smoothing)
     logits = chosen_logps - rejected_logps - (ref_chosen_logps - ref_rejected_logps)  # D
     return logistic_loss(beta * logits, -label_smoothing / (1 - 2 * label_smoothing))

@@ -9,5 +9,9 @@ PER_TOKEN = True
 
 
 def sft(chosen_logps):
-    """Loss of each pair (N,)."""
+    """Loss of each pair (N,).
+
+    >>> sft(torch.tensor([-1.5]))  # of two tokens with log-probs of -1 and -2
+    tensor([1.5000])
+    """
     return -chosen_logps

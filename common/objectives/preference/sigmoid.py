@@ -18,7 +18,12 @@ def sigmoid(
     *,
     label_smoothing=0.0,
 ):
-    """Loss of each pair (N,)."""
+    """Loss of each pair (N,).
+
+    >>> chosen, rejected, reference = torch.tensor([[-10.0], [-12.0], [-11.0]])  # D = 2
+    >>> sigmoid(chosen, rejected, reference, reference, beta=0.5)  # ln(1 + exp(-1))
+    tensor([0.3133])
+    """
     check_smoothing(label_smoothing)
     logits = chosen_logps - rejected_logps - (ref_chosen_logps - ref_rejected_logps)  # D
     return logistic_loss(beta * logits, label_smoothing)
