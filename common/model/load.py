@@ -79,7 +79,8 @@ def load_tokenizer(
         )
     except Exception as error:  # the tokenizers library raises no subclass of it
         reason = checks.reason(error) + why_missing(path)
-        raise UserError(f"no tokenizer could be loaded from {path!r}: {reason}.") from None
+        where = "" if Path(path).exists() else ", which is no folder here"
+        raise UserError(f"no tokenizer could be loaded from {path!r}{where}: {reason}.") from None
     if needs_eos and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
     if tokenizer.pad_token_id is None:
