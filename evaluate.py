@@ -195,8 +195,7 @@ def generate(
     config: EvaluateConfig,
 ) -> None:
     """Add a policy's completions of N prompts, K each with their measurements. Collective."""
-    longest = config.max_new_tokens or config.max_completion_length
-    sampler_config = replace(config, max_completion_length=longest)
+    sampler_config = replace(config, max_completion_length=config.most_sampled_tokens)
     sampler_class = EngineSampler if config.rollout_server else Sampler
     sampler = sampler_class(policy, rewards.vocabulary, sampler_config)
     rollouts = sampler.sample_shared(

@@ -183,7 +183,7 @@ def load_reference(
 
 
 def sampler_of(policy: Policy, vocabulary: Vocabulary, config: GRPOConfig) -> Sampler:
-    """What samples: a server, or this process with a GPU's graphs kept, as every step samples."""
+    """The sampler: a server, or this process, which keeps a GPU's graphs from step to step."""
     if config.rollout_server:
         return EngineSampler(policy, vocabulary, config)
     return Sampler(policy, vocabulary, config, keeps_graphs=True)
@@ -245,7 +245,7 @@ def grpo_loss(
 ) -> Tensor:
     """A micro-batch's share of the loss of an update, a scalar; its metrics go to the monitor."""
     metrics, config, mask = step_monitor.metrics, step_monitor.config, batch.completion_mask
-    states = rows.ref_states.get(id(batch))
+    states = rows.ref_states[id(batch)] if config.has_exact_kl else None
     scores = policy(batch, temperature=config.temperature, with_entropy=True, reference=states)
     logps = scores.token_logps  # (B, C)
     old_logps = logps.detach() if rows.old_logps is None else rows.old_logps

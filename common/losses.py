@@ -12,7 +12,7 @@ is raised to float32 here. An argument means the same in every function:
     num_tokens, num_sequences, num_prompts  of the whole optimiser step (all micro-batches, all
                                  ranks), so that the micro-batches' losses add up to the step's
 
-A name in `..._type`, `estimator` and the like that does not exist raises ValueError.
+A name in `estimator` and the like that does not exist raises ValueError.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_bounds(**bounds: float) -> None:
-    """Raise ValueError unless bounds on the distance to a ratio or a probability are none below 0.
+    """Raise ValueError for a negative bound.
 
     >>> check_bounds(epsilon_low=-0.2)
     Traceback (most recent call last):

@@ -69,7 +69,7 @@ class Run:
         self.model_folder = Path(config.output_dir) / "model"  # the exported model
         self.batches: Sequence[AnyBatch] = []  # of the current update
         self.batch: AnyBatch | None = None  # the current one of these
-        self.losses: list[Tensor] = []  # of those before it
+        self.losses: list[Tensor] = []  # of the batches that were passed backwards
         self.make_batches: Callable[[int], list[AnyBatch]] | None = None  # of `prefetched`
         self.made_ahead: dict[int, list[AnyBatch]] = {}  # micro-batches by step
         self.has_updated = False  # in the current step

@@ -26,6 +26,8 @@ RESTARTS = {
     "TORCHELASTIC_RESTART_COUNT": "TORCHELASTIC_RUN_ID",
     "SLURM_RESTART_COUNT": "SLURM_JOB_ID",
 }
+# Flags that mean another one where they are empty or 0
+FILLED = {"ref_model_name_or_path": "model_name_or_path", "num_candidates": "num_generations"}
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
@@ -235,6 +237,8 @@ def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     differences = [f"{name} was {saved[name]!r} and is no flag any more" for name in gone]
     for name, f in fields.items():
         before, now = saved.get(name, f.metadata["default"]), getattr(config, name)
+        if name in FILLED:  # older runs saved what it means
+            before, now = before or saved.get(FILLED[name]), now or getattr(config, FILLED[name])
         if not f.metadata["may_change"] and before != now:
             differences.append(f"{name} was {before!r} and is {now!r}")
     return differences

@@ -69,7 +69,7 @@ class EvaluateConfig(EngineConfig):
     @property
     def most_sampled_tokens(self) -> int:
         """Tokens of a sampled completion at most."""
-        return self.max_new_tokens
+        return self.max_new_tokens or self.max_completion_length
 
     @property
     def generates(self) -> bool:

@@ -1,10 +1,13 @@
 """The answer to an unknown flag: the one with another name here, or the nearest."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from common.errors import hint
 
+NOTHING: Mapping[str, Sequence[Any]] = MappingProxyType({})
 # Flags of TRL, transformers and older clones by ours that do the same; docs/from-trl.md and
 # CHANGELOG.md have the differences
 OTHER_NAMES = {
@@ -51,7 +54,7 @@ OTHER_NAMES = {
     "warmup_steps": "warmup_ratio",
 }
 # The same for settings of objectives, which stand behind a name: what to write for a flag, or for
-# one of its values; another value takes the place of {}, and a semicolon parts what stages write
+# one of its values. Another value takes the place of {}.
 SETTINGS = {
     "delta": "--policy_objective clip:delta={}",
     "epsilon": "--policy_objective clip:epsilon_low={},epsilon_high={}",
@@ -61,7 +64,6 @@ SETTINGS = {
     "importance_sampling_level=token": "--policy_objective clip",
     "importance_sampling_level": "--policy_objective gspo:epsilon_low=0.2,epsilon_high=0.2",
     "label_smoothing": "--loss_type sigmoid:label_smoothing={}",
-    "objective_args": "--policy_objective NAME:{};--loss_type NAME:{}",
     "off_policy_mask_threshold": "--policy_objective clip off_policy_mask:threshold={}",
     "ratio_level": "--policy_objective cispo:ratio_level={}",
     "sampler_correction": "--policy_objective clip sampler_weights:correction={}",
@@ -80,6 +82,15 @@ SETTINGS = {
     "vllm_importance_sampling_correction": "--policy_objective clip sampler_weights",
     "vllm_importance_sampling_mode": "--policy_objective clip sampler_weights:correction={}",
 }
+# Values of flags that are gone, at which they did nothing
+OFF = {
+    "epsilon_high": ("-1", "-1.0"),
+    "epsilon_low": ("-1", "-1.0"),
+    "label_smoothing": ("0", "0.0"),
+    "objective_args": ("",),
+    "sampler_correction": ("none",),
+    "scale_rewards": ("",),
+}
 PAGES = "see --help; docs/from-trl.md has TRL's flags, and CHANGELOG.md those that are gone"
 
 
@@ -89,26 +100,60 @@ def counterparts(name: str, flags: Sequence[str]) -> list[str]:
     return next((ours for ours in lists if {*ours} <= {*flags}), [])
 
 
-def instead(name: str, value: str, flags: Sequence[str]) -> str:
+def instead(
+    name: str, value: str, flags: Sequence[str], named: Mapping[str, Sequence[Any]] = NOTHING
+) -> str:
     """What to write for a setting of objectives that was given as a flag; empty if it is none.
+
+    The setting goes behind a function that has it, where the command or its recipe names one: see
+    `find.Function`, by flag.
 
     >>> instead("epsilon_high", "0.28", ["policy_objective"])
     '--policy_objective clip:epsilon_high=0.28'
     """
-    texts = SETTINGS.get(f"{name}={value.lower()}", SETTINGS.get(name, ""))
-    fitting = [text for text in texts.split(";") if text[2:].partition(" ")[0] in flags]
-    return fitting[0].replace("{}", value or "VALUE") if fitting else ""
+    if name == "objective_args":
+        flag = next((x for x in ("policy_objective", "loss_type") if x in flags), "")
+        return f"--{flag} NAME:{value}" if flag else ""
+    text = SETTINGS.get(f"{name}={value.lower()}", SETTINGS.get(name, ""))
+    flag, _, functions = text[2:].partition(" ")
+    if not text or flag not in flags:
+        return ""
+    value, there = value or "VALUE", named.get(flag, [])
+    if name == "scale_rewards" and there and "scale" in there[0].settings:
+        return f"--{flag} {there[0].name}:scale={value}"
+    *before, last = functions.split()
+    settings = re.findall(r"(\w+)=\{\}", last)
+    written = [f"{setting}={value}" for setting in settings]
+    has_them = [{*settings} <= each.settings.keys() for each in there]
+    if settings and any(has_them):
+        place = has_them.index(True)
+        words = [each.text for each in there]
+        words[place] += ("," if there[place].text != there[place].name else ":") + ",".join(written)
+        return f"--{flag} {' '.join(words)}"
+    if before and there:
+        before = [each.text for each in there]
+    return f"--{flag} {' '.join([*before, last.replace('{}', value)])}"
 
 
-def answer(words: Sequence[Any], flags: Sequence[str], value: str = "") -> str:
+def answer(
+    words: Sequence[Any],
+    flags: Sequence[str],
+    values: Sequence[Any] = (),
+    named: Mapping[str, Sequence[Any]] = NOTHING,
+) -> str:
     """Unknown flags or keys as the end of the sentence that refuses them, the first answered.
 
-    The words are as they were given, with dashes and value or without; the `value` is the first's.
+    The words are as they were given, with dashes and value or without; the `values` are the
+    first's. For `named` see `instead`.
     """
     word, others = words[0], ", ".join(str(word).partition("=")[0] for word in words[1:])
-    name, _, behind = str(word).lstrip("-").partition("=")
+    name, equals, value = str(word).lstrip("-").partition("=")
     name = name.replace("-", "_")
-    if written := instead(name, behind or value, flags):
+    if not equals:
+        value = ",".join(map(str, values if name == "objective_args" else values[:1]))
+    if value in OFF.get(name, ()):
+        advice = ": leave it out, it did nothing"
+    elif written := instead(name, value, flags, named):
         advice = f": write {written}; settings stand behind an objective's name"
     elif ours := counterparts(name, flags):
         here = " and ".join(f"--{flag}" for flag in ours)

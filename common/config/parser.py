@@ -6,6 +6,7 @@ place is refused.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -63,16 +64,17 @@ def parse_given(
         add_flag(groups[titles[name]], f)
     given = vars(parser.parse_known_args([word for word in argv if word not in HELP])[0])
     recipe = read_recipe(given["config"]) if "config" in given else {}
+    kinds: Sequence[Any] = getattr(cls, "objective_kinds", ())
     if {*HELP} & {*argv}:
-        parser.epilog = describe_objectives(getattr(cls, "objective_kinds", ()), recipe | given)
-    words = recipe_arguments(given.get("config", ""), recipe, fields)
+        parser.epilog = describe_objectives(kinds, recipe | given)
+    named = functions_of(kinds, recipe | given)
+    words = recipe_arguments(given.get("config", ""), recipe, fields, named)
     arguments, strays = parser.parse_known_args([*words, *argv])
     if strays:
         others = [word for word in strays[1:] if word.startswith("--")]
-        behind = itertools.takewhile(lambda word: word not in others, strays[1:])
-        raise UserError(
-            f"unknown argument {answer([strays[0], *others], list(fields), ','.join(behind))}."
-        )
+        behind = [*itertools.takewhile(lambda word: word not in others, strays[1:])]
+        answered = answer([strays[0], *others], list(fields), behind, named)
+        raise UserError(f"unknown argument {answered}.")
     values = {name: value for name, value in vars(arguments).items() if name != "config"}
     config = cls(**values)
     getattr(config, "find_objective", bool)()  # refuses early what `main` would
@@ -105,6 +107,17 @@ def describe_objectives(kinds: Sequence[Any], given: Mapping[str, Any]) -> str:
             items = function.settings.items()
             texts += [f"  {name}={typed(value)} ({type(value).__name__})" for name, value in items]
     return "\n".join(texts)
+
+
+def functions_of(kinds: Sequence[Any], given: Values) -> dict[str, Sequence[Any]]:
+    """The built-in functions of objectives that are named, by flag; none where one is wrong."""
+    found: dict[str, Sequence[Any]] = {}
+    for kind in kinds:
+        texts = [text for text in as_list(given.get(kind.flag, [])) if isinstance(text, str)]
+        if texts and not any(".py" in text for text in texts):
+            with contextlib.suppress(UserError):
+                found[kind.flag] = kind.find(*texts).functions
+    return found
 
 
 def as_list(value: Any) -> list[Any]:
@@ -150,18 +163,20 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
     )
 
 
-def recipe_arguments(file: str, recipe: Values, fields: Values) -> list[str]:
+def recipe_arguments(
+    file: str, recipe: Values, fields: Values, named: Mapping[str, Sequence[Any]]
+) -> list[str]:
     """A recipe as `--key value` arguments; a UserError for one that no command line could have."""
     if unknown := [key for key in recipe if key not in fields]:
-        value = ",".join(map(str, as_list(recipe[unknown[0]])))
-        answered = answer(unknown, list(fields), value)
+        answered = answer(unknown, list(fields), as_list(recipe[unknown[0]]), named)
         raise UserError(f"--config {file} has the unknown key {answered}.")
     lists = {name for name, field in fields.items() if isinstance(field.metadata["default"], list)}
     arguments = []
     for key, value in recipe.items():
         items = value if isinstance(value, list) and key in lists else [value]
         if not all(isinstance(item, str) for item in items):
-            raise UserError(f"--config {file} gives {value} for {key!r}; it must be one value.")
+            what = "one value, settings of an objective without a blank in it"
+            raise UserError(f"--config {file} gives {value} for {key!r}; it must be {what}.")
         # A single value may begin with a dash: it is one argument with its flag
         arguments += [f"--{key}", *items] if key in lists else [f"--{key}={items[0]}"]
     return arguments

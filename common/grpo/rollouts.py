@@ -138,7 +138,7 @@ def select(
 ) -> SelectedCandidates:
     """Keep G of the K candidates of each prompt by statistical rejection sampling.
 
-    The function says of which rewards advantages will be made.
+    Flat groups are those of which the function makes no advantages.
     """
     num_prompts, num_candidates = groups.rewards.shape
     indices = torch.arange(num_candidates).expand(num_prompts, -1)  # all

@@ -121,6 +121,12 @@ class PolicyObjective(Objective):
         """Whether a function corrects for the sampler by weights, as its file says."""
         return any(function.constants.get("WEIGHS_SAMPLES") for function in self.functions)
 
+    def refuse_values(self) -> None:
+        """Raise a UserError for settings that a function refuses: call it on a tiny batch."""
+        batch = probe.tokens()[0]
+        with checking(self, batch):
+            self(**batch)
+
     def check(self) -> None:
         """Call it on tiny batches; raise a UserError, or warn, if what it returns is no loss."""
         if [f.name for f in self.functions if "loss" not in f.inputs] != [self.functions[0].name]:
@@ -204,6 +210,12 @@ class PreferenceLoss(Objective):
         needs_reference = self.needs_reference and not reference_free
         return ImplicitReward(beta, needs_reference, self.is_per_token)
 
+    def refuse_values(self, beta: float) -> None:
+        """Raise a UserError for settings that a function refuses: call it on tiny pairs."""
+        batch = probe.pairs()[0]
+        with checking(self, batch):
+            self(batch["logps"], batch["ref_logps"], batch["lengths"], beta)
+
     def check(self, beta: float) -> None:
         """Call each function on pairs; raise a UserError, or warn, if it returns no loss."""
         for function in self.functions:
@@ -280,6 +292,12 @@ class Advantages(Objective):
     def min_reward(self) -> float:
         """The smallest reward that it takes, as its file says."""
         return float(self.functions[0].constants.get("MIN_REWARD", -torch.inf))
+
+    def refuse_values(self) -> None:
+        """Raise a UserError for settings that the function refuses: call it on tiny groups."""
+        batch = probe.groups(3, 1, self.min_reward)[0]
+        with checking(self, batch):
+            self.seen(batch)
 
     def check(self, num_functions: int = 1, num_generations: int = 3) -> None:
         """Call it on tiny groups; raise a UserError, or warn, if it returns no advantages."""

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import yaml
 
+from common import distributed
 from common.record.jsonl import write_atomically
-from common.record.run_folder import CONFIG, ENVIRONMENT, inputs_of, job_ids
+from common.record.run_folder import CONFIG, ENVIRONMENT, inputs_of
 from common.text import sources
 
+JOB_IDS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")  # a job keeps its own when it starts again
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 
 
@@ -60,6 +62,11 @@ def save_run_files(
     for file, text in texts.items():
         write_atomically(file, [text])
     return texts
+
+
+def job_ids() -> dict[str, str]:
+    """The ids of the job that this process belongs to, by the variable that has it."""
+    return {name: value for name in JOB_IDS if (value := distributed.environment(name))}
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:

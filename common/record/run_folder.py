@@ -1,6 +1,6 @@
 """A run's folder: the names of its files, and their writers and readers.
 
-config.yaml         resolved values of all flags, usable as a recipe
+config.yaml         values of all flags, usable as a recipe
 environment.json    what ran them: versions, processor, GPUs, commit, processes, start, job
 metrics.jsonl       a line for each logged step
 samples.jsonl       a line for each completion in a table
@@ -28,12 +28,6 @@ REWARD = "implicit_reward"  # in environment.json: that of DPO's loss, by which 
 # Flags of every training run in all versions; no other trainer writes the first two
 MARKS_OF_TRAINING = {"max_dropped_fraction", "prompt_truncation", "learning_rate"}
 REFERENCE_LOGPS = "ref_logps.pt"  # of DPO's pairs
-JOB_IDS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")  # a job keeps its own when it starts again
-
-
-def job_ids() -> dict[str, str]:
-    """The ids of the job that this process belongs to, by the variable that has it."""
-    return {name: value for name in JOB_IDS if (value := os.environ.get(name))}
 
 
 def inputs_of(config: Any) -> dict[str, str]:

@@ -190,11 +190,11 @@ class Sampler:
                     report,
                 )
                 batches.append(drawn)
-            self.copy.is_kept = self.kept_graphs(lm)
+            self.copy.is_kept = self.keep_or_free_graphs(lm)
         return Rollouts(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
 
-    def kept_graphs(self, lm: nn.Module) -> bool:
-        """Whether graphs and what they read are kept; else free them."""
+    def keep_or_free_graphs(self, lm: nn.Module) -> bool:
+        """Free graphs and what they read unless they are kept, and say whether they are."""
         graphs = self.graphs
         if graphs is None:
             return False

@@ -54,10 +54,12 @@ def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> No
             output_dir="unused",
             model_name_or_path=str(newest),
             reward_funcs=["gold", str(before)],
+            ref_model_name_or_path=str(before),
             resume_from_checkpoint=str(before),
         )
         config = hf_folder.with_folders(config)
-        assert config.model_name_or_path == config.ref_model_name_or_path == str(newest / "model")
+        assert config.model_name_or_path == str(newest / "model")
+        assert config.ref_model_name_or_path == str(before / "model")
         assert config.reward_funcs == ["gold", str(before / "model")]
         assert config.resume_from_checkpoint == str(before)
         assert (newest / "model" / "seen").exists() == is_there

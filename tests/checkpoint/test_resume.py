@@ -9,7 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 import train_sft
 from common import distributed
 from common.checkpoint import hf_folder, layout, resume
+from common.checkpoint.resume import changed_fields
 from common.config.grpo import GRPOConfig
 from common.errors import UserError
 from common.evaluation import runs
@@ -33,6 +34,7 @@ from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
 from common.report import plots
 from common.shutdown import signals
+from experiments.runs.stages import config_class
 from train_sft import SFTConfig
 
 STEPS, SAVED = 6, 3
@@ -280,3 +282,19 @@ def test_a_run_that_lost_a_rank_and_one_that_was_stopped_end_as_if_they_had_not(
     assert not tally.wrong
     assert (tally.kills, tally.stops) == (1, 1)
     assert (tally.identical, tally.lost_steps) == (tally.runs, 0)
+
+
+@pytest.mark.parametrize("stage", ["grpo", "dpo"])
+def test_a_flag_that_means_another_one_where_it_is_empty_is_compared_by_its_meaning(stage):
+    """Runs of before saved the reference's path, and the number of candidates, filled in."""
+    cls = config_class(f"train_{stage}.py")
+    needed: dict[str, Any] = {"output_dir": "x", "model_name_or_path": "base"}
+    needed |= {"reward_funcs": ["gold"]} if stage == "grpo" else {}
+    config = cls(**needed)
+    saved = asdict(config)
+    filled = {"ref_model_name_or_path": "base"}
+    filled |= {"num_candidates": config.num_generations} if stage == "grpo" else {}
+    assert changed_fields(saved | filled, config) == []
+    assert changed_fields(saved, cls(**needed, **filled)) == []
+    (other,) = changed_fields(saved | {"ref_model_name_or_path": "other"}, config)
+    assert other == "ref_model_name_or_path was 'other' and is 'base'"

@@ -269,3 +269,11 @@ def test_a_slash_at_the_end_of_a_path_makes_no_other_model():
     assert config.policies == ["sft/model", "dpo/model"]
     assert config.ref_model_name_or_path == "sft/model"
     assert config.model_name_or_path == "/"
+
+
+def test_as_many_tokens_as_an_evaluation_samples_at_most():
+    for number, most in ((0, 56), (9, 9)):
+        config = EvaluateConfig(output_dir="x", policies=["y"], max_new_tokens=number)
+        assert config.most_sampled_tokens == most
+    grpo = GRPOConfig(output_dir="x", model_name_or_path="y", reward_funcs=["gold"])
+    assert grpo.most_sampled_tokens == grpo.max_completion_length == 56

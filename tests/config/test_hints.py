@@ -181,6 +181,60 @@ def test_a_setting_is_answered_with_what_to_write(
     assert names <= fields_of(config_class(script))
 
 
+@pytest.mark.parametrize(
+    ("script", "words", "written"),
+    [
+        ("train_grpo.py", "--policy_objective gspo --epsilon_high 4e-4", "gspo:epsilon_high=4e-4"),
+        (
+            "train_grpo.py",
+            "--policy_objective dppo:delta=3 sampler_drift --epsilon_low 0.1",
+            "dppo:delta=3,epsilon_low=0.1 sampler_drift",
+        ),
+        (
+            "train_grpo.py",
+            "--policy_objective gspo --sampler_correction_cap 3",
+            "gspo sampler_weights:cap=3",
+        ),
+        ("train_grpo.py", "--policy_objective sapo --epsilon_low 0.1", "clip:epsilon_low=0.1"),
+        ("train_grpo.py", "--advantages rloo --scale_rewards group", "rloo:scale=group"),
+        (
+            "train_dpo.py",
+            "--loss_type robust sft --label_smoothing 0.1",
+            "robust:label_smoothing=0.1 sft",
+        ),
+        ("train_grpo.py", "--epsilon_high 0.28 stray", "clip:epsilon_high=0.28;"),
+    ],
+)
+def test_a_setting_goes_behind_the_function_that_has_it(
+    script: str, words: str, written: str, tmp_path: Path
+) -> None:
+    assert f" {written}" in refusal(script, *words.split())
+    if "--" in words[2:] and "stray" not in words:
+        recipe = tmp_path / "recipe.yaml"
+        *named, flag, value = words.split()
+        recipe.write_text(f"{named[0][2:]}: {list(named[1:])}\n{flag[2:]}: {value}\n")
+        assert f" {written}" in refusal(script, "--config", str(recipe))
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "value"),
+    [
+        ("train_grpo.py", "epsilon_low", "-1.0"),
+        ("train_grpo.py", "scale_rewards", "''"),
+        ("train_grpo.py", "objective_args", "[]"),
+        ("train_dpo.py", "objective_args", "[]"),
+        ("train_dpo.py", "label_smoothing", "0.0"),
+        ("train_grpo.py", "sampler_correction", "none"),
+    ],
+)
+def test_a_flag_that_did_nothing_is_to_be_left_out(
+    script: str, flag: str, value: str, tmp_path: Path
+) -> None:
+    (recipe := tmp_path / "config.yaml").write_text(f"{flag}: {value}\n")
+    sentence = refusal(script, "--config", str(recipe))
+    assert sentence.endswith(f"'{flag}': leave it out, it did nothing.")
+
+
 def test_a_setting_of_another_stage_is_answered_without_its_objective() -> None:
     assert "write" not in refusal("train_sft.py", "--epsilon_high", "0.28")
 

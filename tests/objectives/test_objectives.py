@@ -38,6 +38,7 @@ from common.objectives.implicit_reward import ImplicitReward
 from common.objectives.kinds import Advantages, PolicyObjective, PreferenceLoss
 from common.report import evaluation_report
 from experiments.evidence import optimum
+from experiments.runs.stages import Stage, check_flags
 from tests.variants import REWARD_FILE, VARIANTS, stopping_model_job
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -894,7 +895,6 @@ def test_settings_of_a_flag_that_is_gone_are_answered_behind_a_name(tmp_path: Pa
         ),
         (GRPOConfig, ["--config", str(recipe)], "--policy_objective NAME:delta=3,cap=4"),
         (DPOConfig, ["--objective_args", "gamma=1"], "--loss_type NAME:gamma=1"),
-        (DPOConfig, ["--objective_args"], "--loss_type NAME:VALUE"),
     ):
         with pytest.raises(UserError) as refused:
             parse(cls, [*REQUIRED, *words])
@@ -920,3 +920,24 @@ def test_values_are_the_same_up_to_rounding_of_the_largest() -> None:
     assert not probe.is_same(torch.tensor([9.0, 0.0]), torch.tensor([9.0, far]))  # of 1 at most
     assert not probe.is_same(torch.tensor([0.01, 0.0]), torch.tensor([0.01, 0.02 * near]))
     assert probe.is_same(torch.tensor([torch.nan, 2.0]), torch.tensor([torch.nan, 2.0 + near]))
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "wrong"),
+    [
+        ("train_dpo.py", "--loss_type sigmoid:label_smoothing=0.7", "must lie in [0, 0.5)"),
+        ("train_grpo.py", "--policy_objective clip:epsilon_high=-0.5", "must be at least 0"),
+        ("train_grpo.py", "--policy_objective clip sampler_weights:cap=0.5", "at least 1"),
+        ("train_grpo.py", "--advantages rloo:scale=foo", "scale is 'foo' but must be one of"),
+    ],
+)
+def test_a_value_that_a_built_in_function_refuses_is_refused_before_a_run_starts(
+    script: str, words: str, wrong: str
+):
+    """Also by a driver of many runs, whose last one it may be."""
+    flag, *values = words.split()
+    needed = {"reward_funcs": ["gold"]} if script == "train_grpo.py" else {}
+    stage = Stage(script, Path("x"), flags={"model_name_or_path": "y", **needed, flag[2:]: values})
+    with pytest.raises(UserError) as refused:
+        check_flags([stage])
+    tiny.check_sentence(refused.value, wrong)

@@ -367,7 +367,9 @@ def test_a_script_prints_the_sentence_alone_and_exits_with_2(folder):
     result = run_script([str(ROOT / "train_sft.py"), *arguments("train_sft", flags)])
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()  # no library logs a second try
-    assert line.startswith("error: no tokenizer could be loaded from 'no/body', which is no folder here: ")
+    assert line.startswith(
+        "error: no tokenizer could be loaded from 'no/body', which is no folder here: "
+    )
     tiny.check_sentence(line)
     assert not Path("run").exists()
 

@@ -30,7 +30,7 @@ def sigmoid(
 
 
 def check_smoothing(label_smoothing):
-    """Raise ValueError unless it is a share of wrong labels that leaves most of them right."""
+    """Raise ValueError outside of [0, 0.5)."""
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing} but must lie in [0, 0.5)")
 
