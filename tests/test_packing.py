@@ -30,6 +30,7 @@ from common.data import (
     micro_batches,
     pack_micro_batches,
 )
+from common.errors import UserError
 from common.evaluation.scoring import distinct_completions
 from experiments.evidence.bench.fixture import PROMPT_LENGTHS, RESPONSE_LENGTHS
 from experiments.evidence.bench.rows import MAX_PROMPT_LENGTH
@@ -133,6 +134,32 @@ def test_packs_are_dealt_like_cards_by_hand():
         [9, 5, 6, 2],
         [8, 4, 7, 3],
     ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_limits_are_inclusive(layout: str):
+    groups = [piece_of(0, 3, [4]), piece_of(1, 3, [4])]  # of 7 tokens each
+    for tokens, rows, is_together in ((14, 2, True), (13, 2, False), (14, 1, False)):
+        config = CommonConfig(
+            output_dir="x", layout=layout, micro_batch_tokens=tokens, micro_batch_size=rows
+        )
+        assert fits(groups, config) == is_together
+        assert len(pack_micro_batches(groups, config)) == 2 - is_together
+
+
+def test_a_filler_has_one_completion_unless_more_are_asked_for(monkeypatch):
+    monkeypatch.setattr(distributed, "all_reduce_max", lambda tensor: tensor + 1)
+    _, (filler,) = pack_micro_batches([piece_of(0, 3, [4])], tiny.train_config())
+    assert (len(filler.completions), filler.slots) == (1, [])
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(monkeypatch):
+    config = tiny.train_config(batch_size=3)
+    examples = tiny.ragged_examples([(2,), (3,), (4,)])
+    assert BatchOrder.of_training(config, examples).batch_size == 3
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    with pytest.raises(UserError, match="--batch_size is 3, which 2 processes cannot share"):
+        BatchOrder.of_training(config, examples)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
