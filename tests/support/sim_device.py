@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train_grpo
 from common import distributed
 from common.config.grpo import GRPOConfig
 from common.evaluation import scoring
@@ -477,7 +478,7 @@ def rollouts_simulated(
             positions = "n_positions" if family == "gpt2" else "max_position_embeddings"
             policy = Policy(tiny.causal_lm(family, **{positions: 256}))
             fsdp.shard(policy, config, distributed.mesh())
-            drawing = sampler.Sampler(policy, tiny.vocabulary(stop_ids), config)
+            drawing = train_grpo.sampler_of(policy, tiny.vocabulary(stop_ids), config)
             examples = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 9)])
             for step in range(3):
                 phases.clear()
