@@ -54,13 +54,14 @@ class Objective:
         return sorted(f.stem for f in Path(__file__).with_name(cls.folder).glob("[!_]*.py"))
 
     @classmethod
-    def find(cls, *texts: str) -> Self:
+    def find(cls, *texts: str | Sequence[str], **fields: Any) -> Self:
         """The functions of built-in files, or of a user's files, which are run.
 
-        Each by its name, with settings behind a colon. A UserError if there is no such function, or
-        it has no such setting.
+        Each by its name, with settings behind a colon; a list of them is taken too. The `fields`
+        are those of the class. A UserError if there is no such function or setting.
         """
-        return cls([cls.function_of(text) for text in texts])
+        names = [name for text in texts for name in ([text] if isinstance(text, str) else text)]
+        return cls([cls.function_of(name) for name in names], **fields)
 
     @classmethod
     def function_of(cls, text: str) -> Function:

@@ -171,16 +171,19 @@ class PreferenceLoss(Objective):
         *("chosen_lengths", "rejected_lengths", "beta"),
     )
 
+    beta: float = 0.1  # of calls that give none
+
     def __call__(
         self,
         logps: Tensor,  # (N, 2) nats under the policy, chosen first
         ref_logps: Tensor,  # (N, 2) the same under the reference
         lengths: Tensor,  # (N, 2) tokens
-        beta: float,  # strength of the pull to the reference, per nat
+        beta: float | None = None,  # strength of the pull to the reference, per nat
         weights: Sequence[float] = (),  # one per function; empty: 1 each
     ) -> Tensor:
         """Loss (N,) of pairs, in float32 or better."""
         logps, ref_logps = precise(logps), precise(ref_logps)
+        beta = self.beta if beta is None else beta
         weights = weights or [1.0] * len(self.functions)
         losses = []
         for weight, function in zip(weights, self.functions, strict=True):
@@ -210,16 +213,16 @@ class PreferenceLoss(Objective):
         needs_reference = self.needs_reference and not reference_free
         return ImplicitReward(beta, needs_reference, self.is_per_token)
 
-    def refuse_values(self, beta: float) -> None:
+    def refuse_values(self, beta: float | None = None) -> None:
         """Raise a UserError for settings that a function refuses: call it on tiny pairs."""
         batch = probe.pairs()[0]
         with checking(self, batch):
             self(batch["logps"], batch["ref_logps"], batch["lengths"], beta)
 
-    def check(self, beta: float) -> None:
+    def check(self, beta: float | None = None) -> None:
         """Call each function on pairs; raise a UserError, or warn, if it returns no loss."""
         for function in self.functions:
-            one = PreferenceLoss([function])
+            one = PreferenceLoss([function], self.beta)
             batch, *others = probe.pairs()
             with checking(one, batch, *others):
                 of_row = one.seen(probe.row_of(batch), beta, has_slope=False)
@@ -232,7 +235,9 @@ class PreferenceLoss(Objective):
             if not (slope[:, 0] < 0).all() or (slope[:, 1] < 0).any():
                 warn(one, "does not raise the chosen log-prob against the rejected one")
 
-    def seen(self, batch: probe.Batch, beta: float, *, has_slope: bool = True) -> dict[str, Tensor]:
+    def seen(
+        self, batch: probe.Batch, beta: float | None, *, has_slope: bool = True
+    ) -> dict[str, Tensor]:
         """The loss of a batch's pairs, and its slope."""
         logps = batch["logps"]
         logps = logps.clone().requires_grad_() if has_slope else logps

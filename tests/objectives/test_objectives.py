@@ -941,3 +941,14 @@ def test_a_value_that_a_built_in_function_refuses_is_refused_before_a_run_starts
     with pytest.raises(UserError) as refused:
         check_flags([stage])
     tiny.check_sentence(refused.value, wrong)
+
+
+def test_a_loss_has_a_beta_for_calls_that_give_none():
+    """A list of names is taken as well."""
+    logps, ref_logps = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-2.0, -2.0]])
+    lengths = torch.ones(1, 2)
+    one, other = PreferenceLoss.find("hinge"), PreferenceLoss.find(["hinge"], beta=0.3)
+    for loss, beta in ((one, 0.1), (other, 0.3)):
+        loss.check()
+        assert torch.equal(loss(logps, ref_logps, lengths), loss(logps, ref_logps, lengths, beta))
+        torch.testing.assert_close(loss(logps, ref_logps, lengths), torch.tensor([1 - 2 * beta]))
