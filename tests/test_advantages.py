@@ -426,3 +426,19 @@ def test_effective_sample_size_by_hand():
     weights = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0], [3.0, 1.0, 0.0, 0.0]])
     close(advantages.effective_sample_size(weights), [4.0, 1.0, 1.6])
     close(advantages.effective_sample_size(10 * weights), [4.0, 1.0, 1.6])
+
+
+@pytest.mark.parametrize("num_candidates", [8, 17, 64, 200])
+def test_of_candidates_that_tie_the_first_are_kept(num_candidates: int):
+    """A sort that is not stable reorders ties of 17 and more on some CPUs."""
+    rewards = torch.zeros(2, num_candidates)
+    kept = advantages.rejection_sample(
+        rewards, num_keep=5, temperature=1.0, method="rso", seed=torch.tensor([3, 4])
+    )
+    assert kept.tolist() == [[0, 1, 2, 3, 4]] * 2
+    rewards[:, 1::2] = 1.0
+    kept = advantages.rejection_sample(
+        rewards, num_keep=4, temperature=1.0, method="max_variance", seed=torch.tensor([3, 4])
+    )
+    lowest = [*range(0, num_candidates, 2)][-2:]
+    assert [sorted(row) for row in kept.tolist()] == [sorted([1, 3, *lowest])] * 2

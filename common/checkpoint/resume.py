@@ -237,8 +237,10 @@ def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     differences = [f"{name} was {saved[name]!r} and is no flag any more" for name in gone]
     for name, f in fields.items():
         before, now = saved.get(name, f.metadata["default"]), getattr(config, name)
-        if name in FILLED:  # older runs saved what it means
-            before, now = before or saved.get(FILLED[name]), now or getattr(config, FILLED[name])
+        if name in FILLED and (before or now):  # older runs saved what it means
+            default = fields[FILLED[name]].metadata["default"]
+            before = before or saved.get(FILLED[name], default)
+            now = now or getattr(config, FILLED[name])
         if not f.metadata["may_change"] and before != now:
             differences.append(f"{name} was {before!r} and is {now!r}")
     return differences

@@ -50,6 +50,5 @@ class DPOConfig(FrozenFlags, SampleTableFlags, CompletionFlags, TrainConfig, Sam
     def find_objective(self) -> PreferenceLoss:
         """The losses that `loss_type` names, with their settings; runs a user's files."""
         objective = PreferenceLoss.find(*self.loss_type)
-        if objective.is_built_in:
-            objective.refuse_values(self.beta)
+        objective.refuse_values(self.beta)
         return objective

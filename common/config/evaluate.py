@@ -20,11 +20,15 @@ class EvaluateConfig(EngineConfig):
     )
     num_eval_rows: int = flag(0, "evaluate on the first rows only (0: all)")
 
+    is_script: ClassVar = True
+
     _systems: ClassVar = "what is evaluated"
     policies: list[str] = path_flag([], "folders or hub ids of causal language models")
     reward_models: list[str] = path_flag([], "folders or hub ids of reward models")
     ref_model_name_or_path: str = path_flag(
-        "", "of KL and implicit rewards (empty: first policy; of a single one, where it started)"
+        "",
+        "reference of KL and implicit rewards (empty: first policy; of a single one, where it "
+        "started)",
     )
     score_pairs: bool = flag(True, "judge by the pairs of dataset_name, where it has any")
     policy_scores: list[str] = flag(
@@ -43,7 +47,7 @@ class EvaluateConfig(EngineConfig):
         "completions of a prompt: means, pass@k and maj@k are of all, the first is compared",
         gt=0,
     )
-    temperature: float = flag(1.0, "of sampling; 0 takes the most likely token", ge=0)
+    temperature: float = flag(1.0, "temperature of sampling; 0 takes the most likely token", ge=0)
     max_new_tokens: int = flag(0, "tokens of a generation (0: max_completion_length)")
     reward_funcs: list[str] = path_flag(
         [], "further judges of generations: as in train_grpo.py (a file is run as code)"

@@ -24,7 +24,7 @@ LORA = "LoRA"
 SPEED = "speed, memory and sharding: none but bf16 changes a loss"
 ENGINE = "what samples (docs/rollout_engine.md)"
 CHECKS = "checks"
-# Headings that come last in --help, in this order
+FIRST = ("what", "data", "model")  # headings in --help; the others follow, and at the end the last
 LAST = (OPTIMISATION, WATCHING, LORA, SPEED, ENGINE, CHECKS)
 
 

@@ -177,9 +177,9 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
             reason = "has no weights of samples: sampler and trainer have different supports"
             raise objective.refused(f"{reason} {where}")
         advantages = Advantages.find(self.advantages)
-        for found in (objective, advantages):
-            if found.is_built_in:
-                found.refuse_values()
+        objective.refuse_order()
+        objective.refuse_values()
+        advantages.refuse_values()
         least, where = advantages.min_reward, f"with --advantages {self.advantages}"
         if self.penalize_missing_eos and self.missing_eos_penalty < least:
             raise self.refused("missing_eos_penalty", f"at least {least:g} {where}")

@@ -61,12 +61,12 @@ SETTINGS = {
     "epsilon_high": "--policy_objective clip:epsilon_high={}",
     "epsilon_low": "--policy_objective clip:epsilon_low={}",
     "gamma": "--loss_type simpo:gamma={}",
-    "importance_sampling_level=token": "--policy_objective clip",
     "importance_sampling_level": "--policy_objective gspo:epsilon_low=0.2,epsilon_high=0.2",
     "label_smoothing": "--loss_type sigmoid:label_smoothing={}",
     "off_policy_mask_threshold": "--policy_objective clip off_policy_mask:threshold={}",
     "ratio_level": "--policy_objective cispo:ratio_level={}",
     "sampler_correction": "--policy_objective clip sampler_weights:correction={}",
+    "sampler_correction=geometric_mask": "--policy_objective clip geometric_mask",
     "sampler_correction_cap": "--policy_objective clip sampler_weights:cap={}",
     "sampler_correction_floor": "--policy_objective clip sampler_weights:floor={}",
     "sampler_drift_coef": "--policy_objective clip sampler_drift:coef={}",
@@ -78,18 +78,22 @@ SETTINGS = {
     "vllm_importance_sampling_cap": "--policy_objective clip sampler_weights:cap={}",
     "vllm_importance_sampling_clip_max": "--policy_objective clip sampler_weights:cap={}",
     "vllm_importance_sampling_clip_min": "--policy_objective clip sampler_weights:floor={}",
-    "vllm_importance_sampling_correction=false": "--policy_objective clip",
     "vllm_importance_sampling_correction": "--policy_objective clip sampler_weights",
     "vllm_importance_sampling_mode": "--policy_objective clip sampler_weights:correction={}",
 }
 # Values of flags that are gone, at which they did nothing
-OFF = {
-    "epsilon_high": ("-1", "-1.0"),
-    "epsilon_low": ("-1", "-1.0"),
-    "label_smoothing": ("0", "0.0"),
-    "objective_args": ("",),
-    "sampler_correction": ("none",),
-    "scale_rewards": ("",),
+OFF: dict[str, float | str] = {
+    "epsilon_high": -1.0,
+    "epsilon_low": -1.0,
+    "importance_sampling_level": "token",
+    "label_smoothing": 0.0,
+    "objective_args": "",
+    "off_policy_mask_threshold": 0.0,
+    "ratio_level": "token",
+    "sampler_correction": "none",
+    "sampler_drift_coef": 0.0,
+    "scale_rewards": "",
+    "vllm_importance_sampling_correction": "false",
 }
 PAGES = "see --help; docs/from-trl.md has TRL's flags, and CHANGELOG.md those that are gone"
 
@@ -98,6 +102,15 @@ def counterparts(name: str, flags: Sequence[str]) -> list[str]:
     """Those of a script's flags that do what a flag of `OTHER_NAMES` does; none if any lacks."""
     lists = (ours.split() for ours, names in OTHER_NAMES.items() if name in names.split())
     return next((ours for ours in lists if {*ours} <= {*flags}), [])
+
+
+def is_off(name: str, value: str) -> bool:
+    """Whether a flag that is gone did nothing at a value."""
+    off = OFF.get(name)
+    try:
+        return float(value) == off if isinstance(off, float) else value.lower() == off
+    except ValueError:
+        return False
 
 
 def instead(
@@ -119,7 +132,7 @@ def instead(
     if not text or flag not in flags:
         return ""
     value, there = value or "VALUE", named.get(flag, [])
-    if name == "scale_rewards" and there and "scale" in there[0].settings:
+    if name == "scale_rewards" and value != "mean" and there and "scale" in there[0].settings:
         return f"--{flag} {there[0].name}:scale={value}"
     *before, last = functions.split()
     settings = re.findall(r"(\w+)=\{\}", last)
@@ -131,7 +144,7 @@ def instead(
         words[place] += ("," if there[place].text != there[place].name else ":") + ",".join(written)
         return f"--{flag} {' '.join(words)}"
     if before and there:
-        before = [each.text for each in there]
+        before = [each.text for each in there if each.name != last.partition(":")[0]]
     return f"--{flag} {' '.join([*before, last.replace('{}', value)])}"
 
 
@@ -151,7 +164,7 @@ def answer(
     name = name.replace("-", "_")
     if not equals:
         value = ",".join(map(str, values if name == "objective_args" else values[:1]))
-    if value in OFF.get(name, ()):
+    if (equals or values or name == "objective_args") and is_off(name, value):
         advice = ": leave it out, it did nothing"
     elif written := instead(name, value, flags, named):
         advice = f": write {written}; settings stand behind an objective's name"

@@ -13,9 +13,10 @@ import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
-from common.config.flags import LAST
+from common.config.flags import FIRST, LAST
 from common.config.hints import answer
 from common.config.recipes import read_recipe
 from common.errors import UserError
@@ -58,7 +59,8 @@ def parse_given(
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     titles = headings(cls)
     found = [*dict.fromkeys(titles.values())]
-    order = [title for title in found if title not in LAST] + [x for x in LAST if x in found]
+    between = [title for title in found if title not in (*FIRST, *LAST)]
+    order = [title for title in (*FIRST, *between, *LAST) if title in found]
     groups = {title: parser.add_argument_group(title) for title in order}
     for name, f in fields.items():
         add_flag(groups[titles[name]], f)
@@ -85,7 +87,9 @@ def description_of(cls: type) -> str:
     """What the command is for, its rows, and how it is launched on several processes."""
     purpose = (sys.modules["__main__"].__doc__ or "").partition("\n")[0]
     launch = "Several processes: torchrun --standalone --nproc_per_node N %(prog)s ..."
-    return "\n".join(filter(None, (purpose, (cls.__doc__ or "").partition("\n")[0], launch)))
+    is_script = getattr(cls, "is_script", False)
+    texts = (purpose, (cls.__doc__ or "").partition("\n")[0], launch * is_script)
+    return "\n".join(filter(None, texts))
 
 
 def typed(value: Any) -> str:
@@ -94,7 +98,7 @@ def typed(value: Any) -> str:
         return " ".join(map(typed, value))
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).removesuffix(".0")
 
 
 def describe_objectives(kinds: Sequence[Any], given: Mapping[str, Any]) -> str:
@@ -109,15 +113,17 @@ def describe_objectives(kinds: Sequence[Any], given: Mapping[str, Any]) -> str:
     return "\n".join(texts)
 
 
-def functions_of(kinds: Sequence[Any], given: Values) -> dict[str, Sequence[Any]]:
-    """The built-in functions of objectives that are named, by flag; none where one is wrong."""
-    found: dict[str, Sequence[Any]] = {}
+def functions_of(kinds: Sequence[Any], given: Values) -> dict[str, list[Any]]:
+    """The functions of objectives that are named, by flag; a user's is not run, nor a wrong one."""
+    named: dict[str, list[Any]] = {}
     for kind in kinds:
         texts = [text for text in as_list(given.get(kind.flag, [])) if isinstance(text, str)]
-        if texts and not any(".py" in text for text in texts):
-            with contextlib.suppress(UserError):
-                found[kind.flag] = kind.find(*texts).functions
-    return found
+        named[kind.flag] = [SimpleNamespace(name=text, text=text, settings={}) for text in texts]
+        for place, text in enumerate(texts):
+            if ".py" not in text:
+                with contextlib.suppress(UserError):
+                    named[kind.flag][place] = kind.function_of(text)
+    return named
 
 
 def as_list(value: Any) -> list[Any]:

@@ -30,4 +30,4 @@ class RewardConfig(CompletionFlags, TrainConfig):
     sft_dataset_name: str = path_flag(
         "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
     )
-    num_sft_rows: int = flag(512, "rows of its training split that are scored for it", gt=0)
+    num_sft_rows: int = flag(512, "rows of sft_dataset_name's training split that are scored", gt=0)

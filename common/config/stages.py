@@ -150,6 +150,7 @@ class TrainConfig(RowsConfig):
     """The flags of the four training stages."""
 
     stage: ClassVar[str]
+    is_script: ClassVar = True
     # Of stages without the flag
     sample_steps = 0
     beta = 0.0

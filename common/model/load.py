@@ -247,7 +247,8 @@ def find_config(
         raise
     except Exception as error:  # of many types, by what is wrong in the folder
         reason = checks.reason(error) + why_missing(path)
-        raise UserError(f"no model could be found at {path!r}: {reason}.") from None
+        where = "" if Path(path).exists() else ", which is no folder here"
+        raise UserError(f"no model could be found at {path!r}{where}: {reason}.") from None
 
 
 def load_policy(

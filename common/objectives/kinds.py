@@ -121,16 +121,25 @@ class PolicyObjective(Objective):
         """Whether a function corrects for the sampler by weights, as its file says."""
         return any(function.constants.get("WEIGHS_SAMPLES") for function in self.functions)
 
+    def refuse_order(self) -> None:
+        """Raise a UserError unless the first function makes a loss, and all others change it."""
+        takes_loss = ["loss" in function.inputs for function in self.functions]
+        if takes_loss[:1] != [False] or not all(takes_loss[1:]):
+            raise self.refused("must be an objective, and behind it functions that take its loss")
+
     def refuse_values(self) -> None:
-        """Raise a UserError for settings that a function refuses: call it on a tiny batch."""
-        batch = probe.tokens()[0]
-        with checking(self, batch):
-            self(**batch)
+        """Raise a UserError for settings of built-in functions: call these on a tiny batch."""
+        if self.is_built_in:
+            batch = probe.tokens()[0]
+            is_real = batch["mask"].any(1)  # (B,)
+            with checking(self, batch):
+                loss, _ = self(**batch)
+            if not loss[is_real].isfinite().all():
+                raise self.refused("returns a loss that is not finite")
 
     def check(self) -> None:
         """Call it on tiny batches; raise a UserError, or warn, if what it returns is no loss."""
-        if [f.name for f in self.functions if "loss" not in f.inputs] != [self.functions[0].name]:
-            raise self.refused("must be an objective, and behind it functions that take its loss")
+        self.refuse_order()
         batch, *others = probe.tokens()
         mask, is_real = batch["mask"], batch["mask"].any(1)  # (B, C), (B,)
         with checking(self, batch, *others):
@@ -214,10 +223,15 @@ class PreferenceLoss(Objective):
         return ImplicitReward(beta, needs_reference, self.is_per_token)
 
     def refuse_values(self, beta: float | None = None) -> None:
-        """Raise a UserError for settings that a function refuses: call it on tiny pairs."""
+        """Raise a UserError for settings of built-in functions: call these on tiny pairs."""
         batch = probe.pairs()[0]
-        with checking(self, batch):
-            self(batch["logps"], batch["ref_logps"], batch["lengths"], beta)
+        for function in self.functions:
+            if function.is_built_in:
+                one = PreferenceLoss([function], self.beta)
+                with checking(one, batch):
+                    loss = one(batch["logps"], batch["ref_logps"], batch["lengths"], beta)
+                if not loss.isfinite().all():
+                    raise one.refused("returns a loss that is not finite")
 
     def check(self, beta: float | None = None) -> None:
         """Call each function on pairs; raise a UserError, or warn, if it returns no loss."""
@@ -299,10 +313,11 @@ class Advantages(Objective):
         return float(self.functions[0].constants.get("MIN_REWARD", -torch.inf))
 
     def refuse_values(self) -> None:
-        """Raise a UserError for settings that the function refuses: call it on tiny groups."""
-        batch = probe.groups(3, 1, self.min_reward)[0]
-        with checking(self, batch):
-            self.seen(batch)
+        """Raise a UserError for settings of a built-in function: call it on tiny groups."""
+        if self.is_built_in:
+            batch = probe.groups(3, 1, self.min_reward)[0]
+            with checking(self, batch):
+                self.seen(batch)
 
     def check(self, num_functions: int = 1, num_generations: int = 3) -> None:
         """Call it on tiny groups; raise a UserError, or warn, if it returns no advantages."""

@@ -94,6 +94,22 @@ def test_a_value_has_the_type_of_its_field(recipe, argv, field, expected, tmp_pa
     assert type(value) is type(expected)
 
 
+FIRST, LATER = (
+    ["what", "model", "data"],
+    ["optimisation", "logging, evaluation, checkpoints", "LoRA"],
+)
+MACHINE = ["speed, memory and sharding", "checks"]
+WITH_ENGINE = ["speed, memory and sharding", "what samples (docs/rollout_engine.md)", "checks"]
+ROLLOUTS = ["rollouts", "rewards", "selection and advantages", "held-out pairs", "objective"]
+HEADINGS = {
+    "train_sft": [*FIRST, *LATER, *MACHINE],
+    "train_reward": [*FIRST, "reward model", *LATER, *MACHINE],
+    "train_dpo": [*FIRST, "objective", "reference", *LATER, *MACHINE],
+    "train_grpo": [*FIRST, *ROLLOUTS, "tie to the reference", *LATER, *WITH_ENGINE],
+    "evaluate": [*FIRST, "what is evaluated", "generations", *WITH_ENGINE],
+}
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_field_has_a_default_and_a_help_text(stage, capsys):
     cls = getattr(importlib.import_module(stage), STAGES[stage])
@@ -109,6 +125,8 @@ def test_every_field_has_a_default_and_a_help_text(stage, capsys):
         assert f"--{field.name} " in text
     words = " ".join(text.split())
     assert "Several processes: torchrun --standalone --nproc_per_node N " in words
+    headings = [title.partition(":")[0] for title in re.findall(r"^(\S.*):$", text, re.MULTILINE)]
+    assert headings[1:] == HEADINGS[stage]
     assert " ".join(cls.__doc__.partition("\n")[0].split()) in words
     assert "synthetic (default: synthetic)" in words
     assert "(default: false)" in words
@@ -128,6 +146,7 @@ def test_the_help_of_a_stage_stands_under_headings_and_has_no_flag_without_effec
     assert headings[-4:] == last == [title for title in LAST if title in headings]
     assert text.index("--dataset_name ") < text.index("--dataset_train_split ")
     assert not {"LoRA", "hub", "objective"} & {*headings}
+    assert "torchrun" not in text, "it is no script of the root"
     assert "--learning_rate" not in text
 
 

@@ -163,7 +163,11 @@ def test_a_flag_of_trl_is_answered_with_ours(script: str, flag: str, ours: str) 
         ),
         ("train_grpo.py", ["--scale_rewards", "false"], "--advantages none"),
         ("train_grpo.py", ["--scale_rewards", "batch", "--bf16"], "--advantages batch"),
-        ("train_grpo.py", ["--importance_sampling_level", "token"], "--policy_objective clip"),
+        (
+            "train_grpo.py",
+            ["--importance_sampling_level", "sequence"],
+            "--policy_objective gspo:epsilon_low=0.2,epsilon_high=0.2",
+        ),
         ("train_grpo.py", ["--objective_args", "cap=2"], "--policy_objective NAME:cap=2"),
         ("train_dpo.py", ["--objective_args", "gamma=1"], "--loss_type NAME:gamma=1"),
         ("train_dpo.py", ["--gamma", "1"], "--loss_type simpo:gamma=1"),
@@ -203,6 +207,17 @@ def test_a_setting_is_answered_with_what_to_write(
             "robust:label_smoothing=0.1 sft",
         ),
         ("train_grpo.py", "--epsilon_high 0.28 stray", "clip:epsilon_high=0.28;"),
+        ("train_grpo.py", "--advantages rloo --scale_rewards mean", "--advantages mean;"),
+        (
+            "train_grpo.py",
+            "--policy_objective mine.py:f:a=1 --sampler_correction_cap 2",
+            "mine.py:f:a=1 sampler_weights:cap=2",
+        ),
+        (
+            "train_grpo.py",
+            "--policy_objective gspo sampler_weights --vllm_importance_sampling_correction true",
+            "--policy_objective gspo sampler_weights;",
+        ),
     ],
 )
 def test_a_setting_goes_behind_the_function_that_has_it(
@@ -225,6 +240,11 @@ def test_a_setting_goes_behind_the_function_that_has_it(
         ("train_dpo.py", "objective_args", "[]"),
         ("train_dpo.py", "label_smoothing", "0.0"),
         ("train_grpo.py", "sampler_correction", "none"),
+        ("train_grpo.py", "epsilon_high", "-1"),
+        ("train_grpo.py", "off_policy_mask_threshold", "0.00"),
+        ("train_grpo.py", "sampler_drift_coef", "0"),
+        ("train_grpo.py", "importance_sampling_level", "token"),
+        ("train_grpo.py", "vllm_importance_sampling_correction", "false"),
     ],
 )
 def test_a_flag_that_did_nothing_is_to_be_left_out(

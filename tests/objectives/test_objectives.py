@@ -929,6 +929,9 @@ def test_values_are_the_same_up_to_rounding_of_the_largest() -> None:
         ("train_grpo.py", "--policy_objective clip:epsilon_high=-0.5", "must be at least 0"),
         ("train_grpo.py", "--policy_objective clip sampler_weights:cap=0.5", "at least 1"),
         ("train_grpo.py", "--advantages rloo:scale=foo", "scale is 'foo' but must be one of"),
+        ("train_grpo.py", "--policy_objective sampler_weights", "must be an objective, and behind"),
+        ("train_grpo.py", "--policy_objective clip clip", "must be an objective, and behind it"),
+        ("train_grpo.py", "--policy_objective sapo:tau_pos=0", "a loss that is not finite"),
     ],
 )
 def test_a_value_that_a_built_in_function_refuses_is_refused_before_a_run_starts(
@@ -937,7 +940,8 @@ def test_a_value_that_a_built_in_function_refuses_is_refused_before_a_run_starts
     """Also by a driver of many runs, whose last one it may be."""
     flag, *values = words.split()
     needed = {"reward_funcs": ["gold"]} if script == "train_grpo.py" else {}
-    stage = Stage(script, Path("x"), flags={"model_name_or_path": "y", **needed, flag[2:]: values})
+    flags = {"model_name_or_path": "y", **needed, flag[2:]: values}
+    stage = Stage(script, Path("x"), flags=flags)
     with pytest.raises(UserError) as refused:
         check_flags([stage])
     tiny.check_sentence(refused.value, wrong)

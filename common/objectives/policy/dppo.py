@@ -16,7 +16,7 @@ from common.losses import check_bounds, clipped_tokens, probability_ratio
 def dppo(logps, sampled_logps, advantages, mask, *, epsilon_low=0.2, epsilon_high=0.2, delta=inf):
     """Loss of each token (B, C), and metrics.
 
-    >>> logps, sampled_logps = torch.tensor([[[0.5, 0.5]], [[0.25, 0.5]]]).log()  # mu
+    >>> logps, sampled_logps = torch.tensor([[[0.5, 0.5]], [[0.25, 0.5]]]).log()  # pi, then mu
     >>> advantages, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
     >>> dppo(logps, sampled_logps, advantages, mask)[0]  # pi - mu = 0.25 is over 0.2; ln 2
     tensor([[0.0000, 0.6931]])

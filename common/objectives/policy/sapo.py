@@ -11,7 +11,7 @@ from common.losses import probability_ratio
 
 
 def sapo(logps, old_logps, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, ratio_level="token"):
-    """Loss of each token (B, C), and metrics.
+    """Loss of each token (B, C).
 
     >>> logps, old_logps = torch.tensor([[[0.5, 0.5]], [[0.25, 0.5]]]).log()  # rho: 2 and 1
     >>> advantages, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
