@@ -95,7 +95,7 @@ def test_a_value_has_the_type_of_its_field(recipe, argv, field, expected, tmp_pa
 
 
 FIRST, LATER = (
-    ["what", "model", "data"],
+    ["what", "data", "model"],
     ["optimisation", "logging, evaluation, checkpoints", "LoRA"],
 )
 MACHINE = ["speed, memory and sharding", "checks"]
@@ -140,7 +140,7 @@ def test_the_help_of_a_stage_stands_under_headings_and_has_no_flag_without_effec
         parse(module.PairsConfig, ["--help"])
     text = capsys.readouterr().out
     headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-    assert headings[1:4] == ["what", "model", "data"]
+    assert headings[1:4] == ["what", "data", "model"]
     assert headings.index("pairs") == len(headings) - 5
     last = ["optimisation", SPEED, ENGINE, CHECKS]
     assert headings[-4:] == last == [title for title in LAST if title in headings]
