@@ -550,3 +550,13 @@ def test_a_policy_that_has_gone_far_has_finite_ratios_and_gradients(gap: float, 
     (ratio.float() * torch.tensor([[0.0, 1.0]])).sum().backward()
     assert ratio.float().isfinite().all()
     assert logps.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("level", losses.RATIO_LEVELS)
+def test_a_ratio_gives_the_old_log_probs_no_gradient(level: str):
+    logps = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    old_logps = torch.tensor([[-1.5, -1.8]], requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    losses.probability_ratio(logps, old_logps, mask, ratio_level=level).sum().backward()
+    assert old_logps.grad is None
+    assert (logps.grad != 0).all()

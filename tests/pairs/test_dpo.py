@@ -453,3 +453,15 @@ def test_the_file_of_scores_is_written_under_a_lock_and_holds_no_code(tmp_path):
     torch.save({"key": "a", "logps": Path("anything")}, file)
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         reference.kept_logps(file, lambda: scores, "a", is_resumed=True)
+
+
+def test_a_loss_without_a_reference_gets_zeros():
+    train_set, eval_set = [mock.sentinel.pair] * 3, [mock.sentinel.pair]
+    logps = reference.no_reference(reference.PairSets(train_set, eval_set, mock.sentinel.order))
+    assert logps.train.tolist() == [[0.0, 0.0]] * 3
+    assert logps.held_out.tolist() == [[0.0, 0.0]]
+    assert (logps.train.dtype, logps.held_out.dtype) == (torch.float32, torch.float64)
+    assert logps.first is None
+    rows = replace(logps, train=torch.arange(6.0).view(3, 2))
+    batch = mock.Mock(pairs=mock.Mock(indices=torch.tensor([2, 0])))
+    assert rows.of_batch(batch).tolist() == [[4.0, 5.0], [0.0, 1.0]]
