@@ -442,3 +442,12 @@ def test_of_candidates_that_tie_the_first_are_kept(num_candidates: int):
     )
     lowest = [*range(0, num_candidates, 2)][-2:]
     assert [sorted(row) for row in kept.tolist()] == [sorted([1, 3, *lowest])] * 2
+
+
+def test_rewards_are_equal_up_to_two_roundings_of_each():
+    """Each is off by at most two units of 2^-24: two of them by four."""
+    unit = 2.0**-24
+    for units, is_equal in ((2, True), (4, True), (6, False)):
+        rewards = torch.tensor([[1.0, 1.0 + units * unit, 1.0]])
+        assert rewards[0, 1] != 1
+        assert bool((group_advantages("none", rewards) == 0).all()) == is_equal

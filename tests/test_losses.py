@@ -560,3 +560,16 @@ def test_a_ratio_gives_the_old_log_probs_no_gradient(level: str):
     losses.probability_ratio(logps, old_logps, mask, ratio_level=level).sum().backward()
     assert old_logps.grad is None
     assert (logps.grad != 0).all()
+
+
+def test_a_win_is_1_and_a_tie_half_by_hand():
+    first, second = torch.tensor([2.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 2.0])
+    assert losses.wins(first, second).tolist() == [1.0, 0.5, 0.0]
+    assert [losses.wins(*pair) for pair in ((2, 1), (1, 1), (1, 2))] == [1, 0.5, 0]
+
+
+def test_a_bound_on_the_ratio_counts_where_the_advantage_is_more_than_rounding():
+    ratio, bounded, mask = torch.full((1, 4), 2.0), torch.ones(1, 4), torch.ones(1, 4) > 0
+    advantages = torch.tensor([[0.9e-5, 1.1e-5, -0.9e-5, -1.1e-5]])
+    clipped = losses.clipped_tokens(bounded, ratio, advantages, mask)
+    assert clipped.tolist() == [[False, True, False, True]]
