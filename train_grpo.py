@@ -145,9 +145,8 @@ def main(config: GRPOConfig) -> None:
         columns = columns.with_advantages(advantages)
         # 5. One or several updates on every minibatch, in micro-batches
         check_first_rollout(policy, updates, columns, config, step)
-        for update, is_new in minibatches.repeated(updates, config, run.metrics):
-            for batch in run.micro_batches(update.batches):
-                rows = columns.of(batch)
+        for update, all_rows, is_new in minibatches.repeated(updates, columns, config, run.metrics):
+            for batch, rows in zip(run.micro_batches(update.batches), all_rows, strict=True):
                 run.backward(grpo_loss(policy, batch, rows, update, guarded, step_monitor, is_new))
             run.update()
         if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
@@ -165,7 +164,7 @@ def load_reference(
     if config.beta == 0:
         return None
     path = config.reference_path
-    if config.lora_r and path == config.model_name_or_path:
+    if config.is_reference_base:
         return AdapterReference(policy)
     sizes = [each.get_text_config().vocab_size for each in (ref_config, policy.lm.config)]
     if config.has_exact_kl and sizes[0] < sizes[1]:

@@ -37,16 +37,6 @@ class DPOConfig(FrozenFlags, SampleTableFlags, CompletionFlags, TrainConfig, Sam
         if self.loss_weights and len(self.loss_weights) != len(self.loss_type):
             raise self.refused("loss_weights", "empty, or one number for each --loss_type")
 
-    @property
-    def reference_path(self) -> str:
-        """Where the frozen reference comes from."""
-        return self.ref_model_name_or_path or self.model_name_or_path
-
-    @property
-    def is_reference_base(self) -> bool:
-        """Whether the reference is the policy without its adapters."""
-        return self.lora_r > 0 and self.reference_path == self.model_name_or_path
-
     def find_objective(self) -> PreferenceLoss:
         """The losses that `loss_type` names, with their settings; runs a user's files."""
         objective = PreferenceLoss.find(*self.loss_type)

@@ -140,11 +140,6 @@ class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
             refuse_kl_in_reward(self)
 
     @property
-    def reference_path(self) -> str:
-        """Where the frozen reference comes from."""
-        return self.ref_model_name_or_path or self.model_name_or_path
-
-    @property
     def candidates_per_prompt(self) -> int:
         """Completions sampled per prompt."""
         return self.num_candidates or self.num_generations

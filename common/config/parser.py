@@ -8,11 +8,12 @@ place is refused.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
@@ -69,17 +70,18 @@ def parse_given(
     kinds: Sequence[Any] = getattr(cls, "objective_kinds", ())
     if {*HELP} & {*argv}:
         parser.epilog = describe_objectives(kinds, recipe | given)
-    named = functions_of(kinds, recipe | given)
+    named = functools.partial(functions_of, kinds, recipe | given)
     words = recipe_arguments(given.get("config", ""), recipe, fields, named)
     arguments, strays = parser.parse_known_args([*words, *argv])
     if strays:
         others = [word for word in strays[1:] if word.startswith("--")]
         behind = [*itertools.takewhile(lambda word: word not in others, strays[1:])]
-        answered = answer([strays[0], *others], list(fields), behind, named)
+        answered = answer([strays[0], *others], list(fields), behind, named())
         raise UserError(f"unknown argument {answered}.")
     values = {name: value for name, value in vars(arguments).items() if name != "config"}
     config = cls(**values)
-    getattr(config, "find_objective", bool)()  # refuses early what `main` would
+    if kinds:
+        config.find_objective()  # type: ignore[attr-defined]  # refuses early what `main` would
     return config, frozenset(values)
 
 
@@ -170,11 +172,11 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
 
 
 def recipe_arguments(
-    file: str, recipe: Values, fields: Values, named: Mapping[str, Sequence[Any]]
+    file: str, recipe: Values, fields: Values, named: Callable[[], Mapping[str, Sequence[Any]]]
 ) -> list[str]:
     """A recipe as `--key value` arguments; a UserError for one that no command line could have."""
     if unknown := [key for key in recipe if key not in fields]:
-        answered = answer(unknown, list(fields), as_list(recipe[unknown[0]]), named)
+        answered = answer(unknown, list(fields), as_list(recipe[unknown[0]]), named())
         raise UserError(f"--config {file} has the unknown key {answered}.")
     lists = {name for name, field in fields.items() if isinstance(field.metadata["default"], list)}
     arguments = []

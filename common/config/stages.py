@@ -155,6 +155,7 @@ class TrainConfig(RowsConfig):
     sample_steps = 0
     beta = 0.0
     require_stop_token = False
+    ref_model_name_or_path = ""
     ref_update_steps = 0
     num_iterations = 1
     num_minibatches = 1
@@ -221,6 +222,16 @@ class TrainConfig(RowsConfig):
         if self.lora_target_modules and not self.lora_r:
             raise self.refused("lora_target_modules", "empty without --lora_r")
         self.refuse_own_output()
+
+    @property
+    def reference_path(self) -> str:
+        """Where the frozen reference comes from."""
+        return self.ref_model_name_or_path or self.model_name_or_path
+
+    @property
+    def is_reference_base(self) -> bool:
+        """Whether the reference is the policy without its adapters."""
+        return self.lora_r > 0 and self.reference_path == self.model_name_or_path
 
     def refuse_own_output(self) -> None:
         """Refuse an input that this run would replace: resuming reads it again."""

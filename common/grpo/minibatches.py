@@ -270,9 +270,13 @@ def advantages_of_steps(selected: SelectedCandidates, config: GRPOConfig) -> Ten
 
 
 def repeated(
-    updates: Sequence[Update], config: GRPOConfig, metrics: Accumulator
-) -> Iterator[tuple[Update, bool]]:
-    """The updates of all passes over a rollout, timed, and whether they are the first pass's."""
+    updates: Sequence[Update], columns: Columns, config: GRPOConfig, metrics: Accumulator
+) -> Iterator[tuple[Update, list[Columns], bool]]:
+    """The updates of all passes over a rollout, timed, with the rows of each of their batches.
+
+    The last value is whether the pass is the first.
+    """
+    with_rows = [(update, [*map(columns.of, update.batches)]) for update in updates]
     with metrics.timed("update_seconds"):
-        for iteration, update in product(range(config.num_iterations), updates):
-            yield update, iteration == 0
+        for iteration, (update, rows) in product(range(config.num_iterations), with_rows):
+            yield update, rows, iteration == 0

@@ -56,11 +56,16 @@ def checking(objective: Objective, *batches: probe.Batch) -> Iterator[None]:
         raise objective.refused("changes its inputs in place; change copies, x.clone()")
 
 
+def refuse_infinite(objective: Objective, loss: Tensor) -> None:
+    """Raise a UserError for losses that are not finite."""
+    if not loss.isfinite().all():
+        raise objective.refused("returns a loss that is not finite")
+
+
 def refuse_no_loss(objective: Objective, *batches: probe.Batch) -> None:
     """Raise a UserError for losses that are not finite or have no gradient."""
     for seen in batches:
-        if not seen["loss"].isfinite().all():
-            raise objective.refused("returns a loss that is not finite")
+        refuse_infinite(objective, seen["loss"])
         if "slope" not in seen:
             raise objective.refused("returns a loss without a gradient")
         if not seen["slope"].isfinite().all():
@@ -134,8 +139,7 @@ class PolicyObjective(Objective):
             is_real = batch["mask"].any(1)  # (B,)
             with checking(self, batch):
                 loss, _ = self(**batch)
-            if not loss[is_real].isfinite().all():
-                raise self.refused("returns a loss that is not finite")
+            refuse_infinite(self, loss[is_real])
 
     def check(self) -> None:
         """Call it on tiny batches; raise a UserError, or warn, if what it returns is no loss."""
@@ -230,8 +234,7 @@ class PreferenceLoss(Objective):
                 one = PreferenceLoss([function], self.beta)
                 with checking(one, batch):
                     loss = one(batch["logps"], batch["ref_logps"], batch["lengths"], beta)
-                if not loss.isfinite().all():
-                    raise one.refused("returns a loss that is not finite")
+                refuse_infinite(one, loss)
 
     def check(self, beta: float | None = None) -> None:
         """Call each function on pairs; raise a UserError, or warn, if it returns no loss."""

@@ -114,7 +114,7 @@ def compute_logps(
     )
     # (2 rows,): completion k of pair n is at 2 n + k
     logps = scoring.score_batches(model, batches, 2 * len(train_set), sequence_scores)
-    held_out = no_reference(pairs).held_out
+    held_out = torch.zeros(0, 2, dtype=torch.float64)
     if eval_set:
         held_out = scoring.score_examples(model, eval_set, config, vocabulary, "reference")
     return {"train": logps.view(-1, 2), "held_out": held_out}

@@ -104,11 +104,11 @@ MICRO_BATCHES = {
     "reward": MicroBatch(57, 123, 0, 0),
     "dpo": MicroBatch(57, 170, 0, 0),
     "dpo lora": MicroBatch(85, 167, 0, 0),
-    "grpo": MicroBatch(57, 183, 0, 0),
-    "grpo exact": MicroBatch(57, 190, 0, 0),
-    "grpo lora": MicroBatch(85, 182, 0, 0),
-    "grpo bf16": MicroBatch(46, 192, 0, 0),
-    "grpo padded": MicroBatch(41, 171, 4, 0),
+    "grpo": MicroBatch(57, 176, 0, 0),
+    "grpo exact": MicroBatch(57, 183, 0, 0),
+    "grpo lora": MicroBatch(85, 177, 0, 0),
+    "grpo bf16": MicroBatch(46, 187, 0, 0),
+    "grpo padded": MicroBatch(41, 166, 4, 0),
 }
 TOKENS = {
     "shared_prefix": Token(24, 38, 1 / 8, 2),
