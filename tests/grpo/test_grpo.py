@@ -260,6 +260,21 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     torch.testing.assert_close(again.cpu(), expected, rtol=0, atol=0)
 
 
+def test_the_rows_of_a_batch_are_those_of_its_slots_and_0_at_padding():
+    """Also where the table has other values there, and for a row that only keeps ranks in step."""
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    batch = mock.Mock(slots=torch.tensor([2, 1, 0]), completion_mask=mask)
+    table = 1.0 + torch.arange(9).view(3, 3)
+    columns = Columns(table, ref_logps=10 * table).with_advantages(torch.tensor([[0.5, -1.0, 2.0]]))
+    rows = columns.of(batch)
+    assert rows.sampled_logps.tolist() == [[7.0, 8.0], [4.0, 0.0], [0.0, 0.0]]
+    assert rows.ref_logps.tolist() == [[70.0, 80.0], [40.0, 0.0], [0.0, 0.0]]
+    assert rows.advantages.tolist() == [2.0, -1.0, 0.5]
+    assert rows.old_logps is rows.prompt_tokens is None
+    of_tokens = columns.with_advantages(table[None]).of(batch).advantages
+    assert of_tokens.tolist() == rows.sampled_logps.tolist()
+
+
 def test_denominators_count_what_is_in_the_loss():
     real = torch.tensor([True, True, False, True])
     groups = new_groups([[0.0, 1.0, 2.0], [5.0] * 3, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]], real=real)
